@@ -1,0 +1,163 @@
+"""The variants that ``step_time.py`` compares: ours, and what a PyTorch user would reach for instead.
+
+Every builder takes the same freshly initialised model and returns a :class:`Peer`, whose ``step`` runs
+forward, backward, optimizer step and ``zero_grad`` on one batch. Imports that only one variant needs
+stay inside its builder, so that a missing library fails that variant alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+Batch = dict[str, Tensor]
+
+# Large enough that the loss on the repeated batch drops well below ln(vocab) within a few steps: a variant
+# that averages gradients wrongly then shows up in the final loss instead of hiding in the noise.
+LEARNING_RATE = 1e-3
+
+
+@dataclass
+class Peer:
+    """One variant, ready to train.
+
+    Attributes:
+        step: Runs one whole training step on a batch and returns the detached loss.
+        optimizer: What the update runs on, for the record.
+        report: The engine's own account of its bytes, or ``None`` where the variant keeps none.
+    """
+
+    step: Callable[[Batch], Tensor]
+    optimizer: str
+    report: Callable[[], dict[str, Any]] | None = None
+
+
+def build(variant: str, model: nn.Module) -> Peer:
+    """Wraps a model as one of the variants.
+
+    Args:
+        variant: A name from ``step_time.VARIANTS``.
+        model: A model with the same weights on every rank.
+
+    Returns:
+        The variant, ready to train.
+    """
+    if variant.startswith("zero"):
+        return _zero(model, stage=int(variant.removeprefix("zero")))
+    if variant.startswith("deepspeed"):
+        return _deepspeed(model, stage=int(variant.removeprefix("deepspeed")))
+    builders: dict[str, Callable[[nn.Module], Peer]] = {
+        "ddp": _ddp,
+        "ddp_plain": _ddp_plain,
+        "ddp_zero_redundancy_optimizer": _ddp_zero_redundancy_optimizer,
+        "fsdp2": _fsdp2,
+        "no_comm": _no_comm,
+    }
+    return builders[variant](model)
+
+
+def _fused_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    """Fused AdamW: on a CPU the default (one Python iteration per tensor) is the slower choice by far."""
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+
+
+def _usual_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Batch], Tensor]:
+    def step(batch: Batch) -> Tensor:
+        loss: Tensor = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _ddp(model: nn.Module) -> Peer:
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return Peer(_usual_loop(wrapped, _fused_adamw(wrapped.parameters())), "AdamW, fused")
+
+
+def _ddp_plain(model: nn.Module) -> Peer:
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=LEARNING_RATE)
+    return Peer(_usual_loop(wrapped, optimizer), "AdamW, default")
+
+
+def _ddp_zero_redundancy_optimizer(model: nn.Module) -> Peer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(
+        wrapped.parameters(),
+        optimizer_class=torch.optim.AdamW,
+        lr=LEARNING_RATE,
+        fused=True,
+    )
+    return Peer(_usual_loop(wrapped, optimizer), "ZeroRedundancyOptimizer(AdamW, fused)")
+
+
+def _fsdp2(model: nn.Module) -> Peer:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.model.layers:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    return Peer(_usual_loop(model, _fused_adamw(model.parameters())), "AdamW, fused, on DTensor")
+
+
+def _no_comm(model: nn.Module) -> Peer:
+    return Peer(_usual_loop(model, _fused_adamw(model.parameters())), "AdamW, fused")
+
+
+def _zero(model: nn.Module, stage: int) -> Peer:
+    import zero_core
+
+    engine = zero_core.shard(model, zero_core.ZeroConfig(stage=stage))
+    optimizer = _fused_adamw(model.parameters())
+    engine.bind(optimizer)  # rebinds the optimizer in place
+
+    def report() -> dict[str, Any]:
+        account = engine.report()
+        return {
+            "held": [{"kind": h.kind, "bytes": h.bytes, "formula": h.formula} for h in account.held],
+            "sent": [
+                {"kind": s.kind, "calls": s.calls, "bytes": s.bytes, "formula": s.formula} for s in account.sent
+            ],
+        }
+
+    return Peer(_usual_loop(model, optimizer), "AdamW, fused, on shards", report)
+
+
+def _deepspeed(model: nn.Module, stage: int) -> Peer:
+    # Without this DeepSpeed probes for accelerators and may pick one that the gloo group cannot serve.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed  # type: ignore[import-not-found]
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,  # only feeds DeepSpeed's own throughput arithmetic
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": stage},
+        # Take the AdamW below as it is: DeepSpeed's own CPU optimizer needs a compiler at run time.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=_fused_adamw(model.parameters()), config=config, dist_init_required=False
+    )
+
+    def step(batch: Batch) -> Tensor:
+        loss: Tensor = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()  # zeroes the gradients as well
+        return loss.detach()
+
+    return Peer(step, "DeepSpeed(AdamW, fused)")

@@ -1,0 +1,6 @@
+"""ZeRO for PyTorch Lightning: `import lightning_zero`, then `Trainer(strategy="zero3")`."""
+
+from lightning_zero.precision import ZeroPrecision
+from lightning_zero.strategy import ZeroStrategy
+
+__all__ = ["ZeroPrecision", "ZeroStrategy"]

@@ -1,0 +1,270 @@
+"""`Trainer(strategy="zero1" | "zero2" | "zero3")`: translates Lightning's calls into the engine's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies.strategy import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+
+from lightning_zero.precision import ZeroPrecision
+from zero_core import ZeroConfig, ZeroEngine, ZeroStage, shard
+
+
+class ZeroStrategy(DDPStrategy):
+    """ZeRO in Lightning. Ranks, launching and metric reduction are DDP's; model and optimizers are the engine's.
+
+    Works on CPU (gloo) and CUDA (NCCL), launched by Lightning or torchrun, on one or several nodes. `engine` is there from
+    set-up to teardown, for `full_params`, `full_grad` and `report`.
+
+    Args:
+        stage: 1, 2 or 3.
+        unit_classes: see `zero_core.ZeroConfig`; likewise the next three.
+        unit_numel: elements from which a leaf is a unit.
+        prefetch_bytes: bytes gathered ahead.
+        local_accumulation: where gradients wait under `accumulate_grad_batches`.
+        accelerator: this and the following are Lightning's own (see `DDPStrategy`).
+        parallel_devices: devices of this node's processes.
+        cluster_environment: how ranks find each other.
+        checkpoint_io: how checkpoint files are written and read.
+        precision_plugin: full precision only.
+        process_group_backend: torch.distributed backend; `None` for gloo on CPU and NCCL on CUDA.
+        timeout: of collectives.
+        start_method: how Lightning starts the other processes of a node.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    strategy_name = "zero"
+
+    def __init__(
+        self,
+        stage: Literal[1, 2, 3] | ZeroStage = 3,
+        unit_classes: tuple[type[torch.nn.Module] | str, ...] = (),
+        unit_numel: int = ZeroConfig.unit_numel,
+        prefetch_bytes: int | None = None,
+        local_accumulation: bool | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        self.config = ZeroConfig(
+            stage=stage,
+            unit_classes=unit_classes,
+            unit_numel=unit_numel,
+            prefetch_bytes=prefetch_bytes,
+            local_accumulation=local_accumulation,
+        )
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._engine: ZeroEngine | None = None
+        self._failed = False
+
+    # -- what Lightning sets ---------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> ZeroEngine:
+        """The engine of the model in training.
+
+        Raises:
+            RuntimeError: before set-up or after teardown.
+        """
+        if self._engine is None:
+            raise RuntimeError("the strategy has an engine only while the Trainer runs (from setup to teardown).")
+        return self._engine
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The precision plugin; Lightning's full-precision one is replaced, since it would clip by local norms."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if plugin is None or type(plugin) is Precision:
+            plugin = ZeroPrecision()
+        if not isinstance(plugin, ZeroPrecision):
+            raise ValueError(
+                f"ZeroStrategy runs in full precision: expected precision='32-true', got {type(plugin).__name__} "
+                f"(precision={getattr(plugin, 'precision', '?')!r})."
+            )
+        self._precision_plugin = plugin
+
+    # -- set-up and teardown ---------------------------------------------------------------------------------------
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Shards the module, then builds and binds its optimizers (when fitting). All ranks."""
+        if self.accelerator is None or self.model is None or self.lightning_module is None:
+            raise AssertionError("Lightning calls setup after connect")
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self.model)
+        self._failed = False
+        self.model = self.precision_plugin.convert_module(self.model)
+        self._engine = shard(self.model, self.config, device=self.root_device)
+        self.lightning_module.to(self.root_device)  # the rest: metrics, and the module's idea of its device
+        if fitting:
+            self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                self._engine.bind(optimizer)
+        self.setup_precision_plugin()
+        if isinstance(self.precision_plugin, ZeroPrecision):
+            self.precision_plugin.attach(self._engine)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Remembers that ranks may be at different places, so that teardown sends nothing."""
+        self._failed = True
+
+    def teardown(self) -> None:
+        """Leaves a plain, whole module behind, as DDP does, where the host's memory allows."""
+        engine, self._engine = self._engine, None
+        if isinstance(self.precision_plugin, ZeroPrecision):
+            self.precision_plugin.attach(None)
+        if engine is None or self._failed:
+            self._teardown_rest(move_module=False)
+            return
+        whole = not self.config.zero_stage.shards_parameters or self._all_ranks_have_room(engine)
+        if whole:
+            engine.close()
+        else:
+            rank_zero_info(
+                "The module stays sharded: this host's memory does not hold it whole once per process. Use "
+                "`ZeroEngine.full_state_dict` while the Trainer runs, or a checkpoint."
+            )
+        self._teardown_rest(move_module=whole)
+
+    def _teardown_rest(self, move_module: bool) -> None:
+        if self.lightning_module is not None and self.lightning_module._trainer is not None and self._layer_sync:
+            if self.model is not None and self.lightning_module._trainer.state.fn == TrainerFn.FITTING:
+                self.model = self._layer_sync.revert(self.model)
+        if move_module:
+            Strategy.teardown(self)
+            return
+        _optimizers_to_device(self.optimizers, torch.device("cpu"))
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def _all_ranks_have_room(self, engine: ZeroEngine) -> bool:
+        needed = sum(p.numel() * p.element_size() for p in engine.model.parameters()) * self.num_processes
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return self.reduce_boolean_decision(needed < free / 2)
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """`configure_model` builds on the meta device; set-up creates the weights a unit at a time."""
+        with torch.device("meta"):
+            yield
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's `training_step`; parameters it reads directly are gathered."""
+        with self.precision_plugin.train_step_context():
+            return self.engine.run(self._module.training_step, *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's `validation_step`."""
+        with self.precision_plugin.val_step_context():
+            return self.engine.run(self._module.validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's `test_step`."""
+        with self.precision_plugin.test_step_context():
+            return self.engine.run(self._module.test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's `predict_step`."""
+        with self.precision_plugin.predict_step_context():
+            return self.engine.run(self._module.predict_step, *args, **kwargs)
+
+    def block_backward_sync(self) -> Any:
+        """Lightning's context around micro-batches that end no step."""
+        return self.engine.no_sync()
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Nothing to prepare: DDP's own would look for its wrapper."""
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Nothing to finish."""
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Weights and optimizer state are loaded into shards, so after set-up."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole state dict, on rank 0 (empty elsewhere). All ranks."""
+        return self.engine.full_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole optimizer state in plain torch's layout, on rank 0. All ranks."""
+        return self.engine.full_optimizer_state_dict(getattr(optimizer, "optimizer", optimizer))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads a whole state dict; each rank keeps its part."""
+        self.engine.load_full_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads whole optimizer states, from any world size or a plain run; each rank keeps its part."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            self.engine.load_full_optimizer_state_dict(optimizer, state)
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        if self.lightning_module is None:
+            raise AssertionError("Lightning connects the module before it runs")
+        return self.lightning_module
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers `zero1`, `zero2` and `zero3`."""
+        for stage in ZeroStage:
+            strategy_registry.register(
+                f"zero{stage.value}",
+                cls,
+                description=f"ZeRO stage {stage.value}: partitions {_PARTITIONED[stage]}",
+                stage=stage.value,
+            )
+
+
+_PARTITIONED = {
+    ZeroStage.OPTIMIZER_STATE: "optimizer state",
+    ZeroStage.GRADIENTS: "optimizer state and gradients",
+    ZeroStage.PARAMETERS: "optimizer state, gradients and parameters",
+}
+
+if "zero3" not in StrategyRegistry:
+    ZeroStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,135 @@
+"""The plain run as the oracle: a one-process twin on the whole batch, a DDP twin, and how far a run is from them."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from tests.helpers import models
+from zero_core import ZeroConfig, ZeroEngine, shard
+
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+
+
+def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """The usual two groups: matrices decay, vectors do not."""
+    params = list(model.parameters())
+    return [
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": lambda m: torch.optim.SGD(decay_groups(m), lr=0.05, momentum=0.9),
+    "adamw": lambda m: torch.optim.AdamW(decay_groups(m), lr=1e-3, foreach=True),
+    "adamw_fused": lambda m: torch.optim.AdamW(decay_groups(m), lr=1e-3, fused=True),
+    "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-3, momentum=0.9),
+}
+
+
+@dataclass
+class Twin:
+    """The same model trained three ways: by one process, by DDP, by the engine."""
+
+    plain: nn.Module
+    plain_optimizer: Optimizer
+    ddp: DistributedDataParallel
+    ddp_optimizer: Optimizer
+    model: nn.Module
+    engine: ZeroEngine
+    optimizer: Optimizer
+
+    @classmethod
+    def make(cls, model: nn.Module, optimizer: MakeOptimizer, config: ZeroConfig) -> Twin:
+        plain, ddp_model = copy.deepcopy(model), copy.deepcopy(model)
+        ddp = DistributedDataParallel(ddp_model)
+        engine = shard(model, config)
+        own = optimizer(model)
+        engine.bind(own)
+        return cls(plain, optimizer(plain), ddp, optimizer(ddp_model), model, engine, own)
+
+    @property
+    def runs(self) -> list[tuple[nn.Module, Optimizer]]:
+        return [(self.plain, self.plain_optimizer), (self.ddp, self.ddp_optimizer), (self.model, self.optimizer)]
+
+    def backward(self, data: dict[str, Tensor], loss: Callable[[nn.Module, Any], Tensor] = models.loss) -> list[Tensor]:
+        """Forward and backward of all three; returns the mean losses over ranks."""
+        mine = models.part(data, dist.get_rank(), dist.get_world_size())
+        losses = []
+        for model, _ in self.runs:
+            value = loss(model, data if model is self.plain else mine)
+            value.backward()
+            losses.append(value.detach() if model is self.plain else mean_over_ranks(value.detach()))
+        return losses
+
+    def step(self) -> None:
+        for _, optimizer in self.runs:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def gradient_errors(self) -> tuple[float, float]:
+        """The largest relative error of a gradient, of the engine's and of DDP's."""
+        expected = [p.grad for p in self.plain.parameters()]
+        own = [self.engine.full_grad(p) for p in self.model.parameters()]
+        return distance(own, expected), distance([p.grad for p in self.ddp.parameters()], expected)
+
+    def weight_errors(self) -> tuple[float, float]:
+        """The largest absolute difference of a weight, of the engine's and of DDP's."""
+        with self.engine.full_params():
+            own = largest_difference(self.model.parameters(), self.plain.parameters())
+        return own, largest_difference(self.ddp.parameters(), self.plain.parameters())
+
+    def state_error(self) -> float:
+        """The largest relative error of an optimizer state tensor (on rank 0; 0 elsewhere)."""
+        own = self.engine.full_optimizer_state_dict(self.optimizer)
+        expected = self.plain_optimizer.state_dict()
+        if dist.get_rank() != 0:
+            return 0.0
+        assert own["state"].keys() == expected["state"].keys()
+        worst = 0.0
+        for key in sorted({key for entries in expected["state"].values() for key in entries}):
+            columns = [[state["state"][i][key] for i in expected["state"]] for state in (own, expected)]
+            worst = max(worst, distance(*columns))
+        return worst
+
+
+def distance(values: Iterable[Tensor | None], expected: Iterable[Tensor | None]) -> float:
+    """The largest relative error of a tensor.
+
+    Relative to the tensor's own norm, but at least to a thousandth of the norm of all: some gradients are zero but for
+    rounding (an attention key's bias), and their own scale means nothing.
+    """
+    pairs = list(zip(values, expected, strict=True))
+    assert [a is None for a, _ in pairs] == [b is None for _, b in pairs], "one has values where the other has none"
+    known = [(a.double(), b.double()) for a, b in pairs if a is not None and b is not None]
+    floor = 1e-3 * torch.stack([b.norm() for _, b in known]).norm().item()
+    return max((((a - b).norm()) / max(b.norm().item(), floor, 1e-30)).item() for a, b in known if b.numel())
+
+
+def largest_difference(values: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
+    return max((a - b).abs().max().item() for a, b in zip(values, expected, strict=True) if a.numel())
+
+
+def mean_over_ranks(value: Tensor) -> Tensor:
+    value = value.clone()
+    dist.all_reduce(value)
+    return value / dist.get_world_size()
+
+
+def fingerprint(engine: ZeroEngine) -> str:
+    """A digest of every bit of the weights."""
+    digest = hashlib.sha256()
+    with engine.full_params():
+        for param in engine.model.parameters():
+            digest.update(param.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,104 @@
+"""A sharded run is the plain run: losses, gradients, weights and optimizer state, step by step.
+
+Tolerances, fp32. A loss is a mean of some hundred terms and a gradient a sum over the batch; splitting the batch changes
+the order of additions, which costs about one rounding (6e-8) an addition level: 1e-6 relative covers it at these sizes,
+DDP included. Weights: SGD carries the gradients' errors over linearly, 1e-5 covers five steps. Adam and RMSprop divide by
+the root of the second moment and so amplify rounding where gradients vanish; there DDP, which differs from the plain run
+for the same reason, is the measure: no more than twice its distance (or 1e-6, where DDP happens to hit the same bits).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from tests.helpers import models
+from tests.helpers.ranks import run_ranks
+from tests.helpers.twin import OPTIMIZERS, Twin, fingerprint
+from zero_core import ZeroConfig
+
+STEPS = 5
+
+
+@dataclass
+class Outcome:
+    case: tuple[str, int, str]
+    loss: float = 0.0
+    ddp_loss: float = 0.0
+    gradient: float = 0.0
+    ddp_gradient: float = 0.0
+    weight: float = 0.0
+    ddp_weight: float = 0.0
+    state: float = 0.0
+    fingerprint: str = ""
+
+
+def train(case: tuple[str, int, str]) -> Outcome:
+    family, stage, optimizer = case
+    twin = Twin.make(models.build(family), OPTIMIZERS[optimizer], ZeroConfig(stage=stage, unit_numel=3000))
+    out = Outcome(case)
+    for step in range(STEPS):
+        plain, ddp, own = twin.backward(models.batch(family, step))
+        out.loss = max(out.loss, abs(own.item() - plain.item()) / plain.item())
+        out.ddp_loss = max(out.ddp_loss, abs(ddp.item() - plain.item()) / plain.item())
+        gradient, ddp_gradient = twin.gradient_errors()
+        out.gradient, out.ddp_gradient = max(out.gradient, gradient), max(out.ddp_gradient, ddp_gradient)
+        twin.step()
+        weight, ddp_weight = twin.weight_errors()
+        out.weight, out.ddp_weight = max(out.weight, weight), max(out.ddp_weight, ddp_weight)
+    out.state = twin.state_error()
+    out.fingerprint = fingerprint(twin.engine)
+    return out
+
+
+def train_all(cases: list[tuple[str, int, str]]) -> list[Outcome]:
+    return [train(case) for case in cases]
+
+
+CASES = [(family, stage, opt) for family in models.FAMILIES for stage in (1, 2, 3) for opt in ("sgd", "adamw")]
+CASES += [
+    (family, stage, opt) for family in ("mlp", "llama") for stage in (1, 2, 3) for opt in ("adamw_fused", "rmsprop")
+]
+# The same once more: a run is the same bits every time.
+REPEATED = [("llama", 3, "adamw"), ("t5", 2, "sgd")]
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["two_ranks", "three_ranks"])
+def outcomes(request: pytest.FixtureRequest) -> list[list[Outcome]]:
+    return run_ranks(request.param, train_all, CASES + REPEATED, timeout=280)
+
+
+def test_losses_and_gradients_are_those_of_one_process_on_the_whole_batch(outcomes: list[list[Outcome]]) -> None:
+    for outcome in outcomes[0]:
+        slack = 0 if outcome.case[2] == "sgd" else 2
+        assert outcome.loss < max(1e-6, slack * outcome.ddp_loss), outcome
+        assert outcome.gradient < max(1e-6, slack * outcome.ddp_gradient), outcome
+
+
+def test_weights_are_no_further_from_one_process_than_ddp_is(outcomes: list[list[Outcome]]) -> None:
+    for outcome in outcomes[0]:
+        assert outcome.weight < (1e-5 if outcome.case[2] == "sgd" else max(1e-6, 2 * outcome.ddp_weight)), outcome
+
+
+def test_optimizer_state_gathered_by_name_is_that_of_one_process(outcomes: list[list[Outcome]]) -> None:
+    for outcome in outcomes[0]:
+        # A second moment is a sum of squares, which doubles a relative error.
+        assert outcome.state < max(2e-6, 4 * outcome.ddp_gradient), outcome
+
+
+def test_all_ranks_hold_the_same_bits(outcomes: list[list[Outcome]]) -> None:
+    for others in outcomes[1:]:
+        assert [o.fingerprint for o in others] == [o.fingerprint for o in outcomes[0]]
+
+
+def test_a_run_gives_the_same_bits_every_time(outcomes: list[list[Outcome]]) -> None:
+    bits = {outcome.case: outcome.fingerprint for outcome in outcomes[0][: len(CASES)]}
+    for again in outcomes[0][len(CASES) :]:
+        assert again.fingerprint == bits[again.case]
+
+
+def test_stages_2_and_3_hold_the_same_bits_as_stage_1(outcomes: list[list[Outcome]]) -> None:
+    bits = {outcome.case: outcome.fingerprint for outcome in outcomes[0]}
+    for family, stage, optimizer in bits:
+        assert bits[family, stage, optimizer] == bits[family, 1, optimizer]

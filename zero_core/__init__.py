@@ -1,0 +1,18 @@
+"""ZeRO (Rajbhandari et al., SC 2020) for plain PyTorch: partition optimizer state, gradients and parameters."""
+
+from zero_core.config import ZeroConfig, ZeroStage
+from zero_core.engine import ZeroEngine, shard
+from zero_core.errors import PartitionedParameterError, UnsupportedOptimizerError
+from zero_core.memory import Held, Report, Sent
+
+__all__ = [
+    "Held",
+    "PartitionedParameterError",
+    "Report",
+    "Sent",
+    "UnsupportedOptimizerError",
+    "ZeroConfig",
+    "ZeroEngine",
+    "ZeroStage",
+    "shard",
+]

@@ -1,0 +1,440 @@
+"""The only file that sends: every collective of the engine, counted, with the algorithm chosen by backend.
+
+NCCL (and what behaves like it) has good all-gathers and reduce-scatters, so those are used. gloo's reduce-scatter is
+an all-reduce in disguise and its all-gather copies; here ranks exchange slices point to point instead, straight
+from where they lie to where they belong, and sum them in rank order. That sends the optimal volume and gives the
+same bits on every rank and in every run. Messages carry tags, so ranks that disagree on what comes next wait
+rather than mix up two buffers of the same size.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.profiler import record_function
+
+from zero_core.layout import FlatLayout, Piece
+
+# Larger messages leave the socket idle while the other side copies; smaller ones pay for their headers.
+_MESSAGE_BYTES = 2 * 2**20
+# Vectors this small cost more as a message of their own than as a copy into a shared one.
+_PACKED_BYTES = 64 * 2**10
+
+
+@dataclass
+class Traffic:
+    """What one rank has sent.
+
+    Attributes:
+        calls: collectives started, by kind ("gather", "reduce", "control").
+        bytes: payload bytes sent to other ranks, by kind.
+    """
+
+    calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def add(self, kind: str, nbytes: int) -> None:
+        """Counts one collective."""
+        self.calls[kind] += 1
+        self.bytes[kind] += nbytes
+
+    def copy(self) -> Traffic:
+        """The counts as they stand now."""
+        return Traffic(defaultdict(int, self.calls), defaultdict(int, self.bytes))
+
+    def since(self, earlier: Traffic) -> Traffic:
+        """The counts added after `earlier` was copied."""
+        return Traffic(
+            defaultdict(int, {k: n - earlier.calls[k] for k, n in self.calls.items()}),
+            defaultdict(int, {k: n - earlier.bytes[k] for k, n in self.bytes.items()}),
+        )
+
+
+class Work(Protocol):
+    """What `torch.distributed` returns for an asynchronous operation."""
+
+    def wait(self) -> Any:
+        """Blocks (on CUDA: makes the current stream wait) until the operation is done."""
+
+
+class Pending:
+    """A started collective. `wait` may be called again; what it held is let go.
+
+    Args:
+        works: the transfers.
+        finish: the local part, run once after them.
+        keep: tensors that the transfers read or write and nobody else holds.
+    """
+
+    def __init__(
+        self, works: Iterable[Work], finish: Callable[[], None] | None = None, keep: Iterable[Tensor] = ()
+    ) -> None:
+        self._works = list(works)
+        self._finish = finish
+        self._keep = list(keep)
+
+    def wait(self) -> None:
+        """Waits for the transfers, then does the local part (the sum of received slices)."""
+        works, finish = self._works, self._finish
+        self._works, self._finish = [], None
+        for work in works:
+            work.wait()
+        self._keep = []
+        if finish is not None:
+            finish()
+
+
+class Collectives:
+    """The engine's sends over one set of ranks.
+
+    Gathers and reductions get process groups of their own, so that ranks agree on the order of each kind alone.
+
+    Args:
+        process_group: the ranks that share the model; `None` for all.
+        device: where the buffers live; the group's backend for that device decides the algorithm.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device) -> None:
+        group = process_group or dist.group.WORLD
+        if group is None:
+            raise RuntimeError(
+                "shard() needs torch.distributed: call torch.distributed.init_process_group('gloo') (CPU) or ('nccl') "
+                "(CUDA) first, or start the script with torchrun and do so there."
+            )
+        self.device = device
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.backend = _backend_for(group, device)
+        self.traffic = Traffic()
+        self._ranks = dist.get_process_group_ranks(group)
+        self._gather_group = self._new_group(group)
+        self._reduce_group = self._new_group(group)
+        self._control_group = self._new_group(group)
+
+    @property
+    def exchanges_slices(self) -> bool:
+        """Whether ranks send slices point to point (gloo) instead of calling the backend's collectives."""
+        return self.backend == "gloo"
+
+    def all_gather(self, layout: FlatLayout, flat: Tensor, tag: int, label: str) -> Pending:
+        """Fills `flat`: every rank's shard is already in its place on that rank and goes to all others.
+
+        Args:
+            layout: layout of the buffer.
+            flat: 1-D, `layout.padded_numel` elements.
+            tag: number of the buffer, the same on all ranks.
+            label: name for the profiler.
+        """
+        with record_function(f"zero_core::gather {label}"):
+            if self.world_size == 1 or layout.numel == 0:
+                return Pending(())
+            shards = _as_bytes(flat).split(layout.shard_numel * flat.element_size())
+            filled = [layout.filled_numel(rank) * flat.element_size() for rank in range(self.world_size)]
+            if not self.exchanges_slices:
+                self.traffic.add("gather", shards[self.rank].numel() * (self.world_size - 1))
+                return Pending([_all_gather_single(_as_bytes(flat), shards[self.rank], self._gather_group)])
+            self.traffic.add("gather", filled[self.rank] * (self.world_size - 1))
+            works = [w for peer in self._peers() for w in self._receive(shards[peer][: filled[peer]], peer, tag)]
+            works += [
+                w for peer in self._peers() for w in self._send(shards[self.rank][: filled[self.rank]], peer, tag)
+            ]
+            return Pending(works)
+
+    def _receive(self, data: Tensor, peer: int, tag: int) -> list[Work]:
+        group = self._gather_group
+        return [_irecv(part, self._ranks[peer], group, tag) for part in _messages(data)]
+
+    def _send(self, data: Tensor, peer: int, tag: int) -> list[Work]:
+        group = self._gather_group
+        return [_isend(part, self._ranks[peer], group, tag) for part in _messages(data)]
+
+    def reduce_scatter(
+        self, layout: FlatLayout, grads: Sequence[Tensor | None], out: Tensor, tag: int, label: str
+    ) -> Pending:
+        """Averages gradients over ranks; each rank receives its own shard's elements.
+
+        Args:
+            layout: layout of the buffer the gradients belong to.
+            grads: one gradient per `layout.params`, in the parameter's shape and memory order; `None` counts as
+                zeros, so ranks that took different branches still agree. The gradients must not change until
+                `wait` returns.
+            out: 1-D, `layout.shard_numel` elements, in the dtype to sum in; written by `wait`.
+            tag: number of the buffer, the same on all ranks.
+            label: name for the profiler.
+        """
+        with record_function(f"zero_core::reduce {label}"):
+            flats = [None if g is None else flat_view(g, p.stride) for g, p in zip(grads, layout.params, strict=True)]
+            if self.exchanges_slices or self.world_size == 1:
+                return self._exchange(layout, flats, out, tag)
+            packed = out.new_empty(layout.padded_numel, dtype=layout.dtype)
+            packed[layout.numel :].zero_()
+            _fill(packed, layout, flats)
+            shard = out if out.dtype == packed.dtype else out.new_empty(out.shape, dtype=packed.dtype)
+            self.traffic.add("reduce", shard.numel() * shard.element_size() * (self.world_size - 1))
+            work = _reduce_scatter_single(_real(shard), _real(packed), self._reduce_group)
+
+            def finish() -> None:
+                if shard is not out:
+                    out.copy_(shard)
+                out.div_(self.world_size)
+
+            return Pending([work], finish, keep=[packed])
+
+    def _exchange(self, layout: FlatLayout, flats: list[Tensor | None], out: Tensor, tag: int) -> Pending:
+        """Slices go straight from the gradients to their owners, which sum them in rank order."""
+        rank, dtype = self.rank, layout.dtype
+        own = _plan(layout, rank)
+        received: dict[int, Tensor] = {}
+        works: list[Work] = []
+        for peer in self._peers():
+            # The lowest peer's slice lands in the result itself; a + b == b + a keeps rank order for the first two.
+            first = not received and out.dtype == dtype
+            received[peer] = out if first else out.new_empty(out.shape, dtype=dtype)
+            for message in own:
+                data = _as_bytes(received[peer][message.start : message.stop])
+                works.append(_irecv(data, self._ranks[peer], self._reduce_group, tag))
+        outgoing: list[Tensor] = []
+        for peer in self._peers():
+            for message in _plan(layout, peer):
+                data = _as_bytes(_outgoing(message, flats, out, dtype))
+                outgoing.append(data)
+                works.append(_isend(data, self._ranks[peer], self._reduce_group, tag))
+        if self.world_size > 1:
+            self.traffic.add("reduce", sum(data.numel() for data in outgoing))
+
+        def finish() -> None:
+            _sum_in_rank_order(out, received, rank, lambda target: _add_own(target, layout.pieces(rank), flats))
+            out[layout.filled_numel(rank) :].zero_()
+            if self.world_size > 1:
+                out.div_(self.world_size)
+
+        return Pending(works, finish, keep=outgoing)
+
+    def any_rank(self, flags: list[bool]) -> Callable[[], list[bool]]:
+        """Starts a logical "or" over ranks; call the result to wait for it.
+
+        Args:
+            flags: one flag per parameter, the same length on all ranks.
+        """
+        tensor = torch.tensor(flags, dtype=torch.uint8).to(self.device, non_blocking=True)
+        if self.world_size == 1 or not flags:
+            return lambda: flags
+        self.traffic.add("control", tensor.numel())
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._control_group, async_op=True)
+
+        def result() -> list[bool]:
+            work.wait()
+            return [bool(x) for x in tensor.tolist()]
+
+        return result
+
+    def combine(self, value: Tensor) -> Tensor:
+        """Every rank's 0-dim `value`, as a 1-D tensor in rank order: what sums over it is the same bits everywhere."""
+        if self.world_size == 1:
+            return value.reshape(1)
+        self.traffic.add("control", value.element_size() * (self.world_size - 1))
+        values = [torch.empty_like(value.reshape(1)) for _ in range(self.world_size)]
+        dist.all_gather(values, value.reshape(1), group=self._control_group)
+        return torch.cat(values)
+
+    def sum(self, tensor: Tensor) -> None:
+        """Adds up all ranks' `tensor`, in place."""
+        if self.world_size > 1 and tensor.numel():
+            self.traffic.add("control", tensor.numel() * tensor.element_size())
+            dist.all_reduce(_real(tensor), group=self._control_group)
+
+    def broadcast(self, tensors: Sequence[Tensor], src: int = 0) -> None:
+        """Overwrites `tensors` with those of rank `src` (a rank of this group), in few large messages."""
+        if self.world_size == 1 or not tensors:
+            return
+        with torch.no_grad():
+            for batch in _by_dtype(tensors):
+                packed = torch.cat([_as_bytes(t.contiguous()) for t in batch])
+                self.traffic.add("control", packed.numel() if self.rank == src else 0)
+                dist.broadcast(packed, self._ranks[src], group=self._control_group)
+                sizes = [t.numel() * t.element_size() for t in batch]
+                for tensor, data in zip(batch, packed.split(sizes), strict=True):
+                    tensor.copy_(data.clone().view(tensor.dtype).view(tensor.shape) if data.numel() else tensor)
+
+    def gather_to_first(self, shard: Tensor) -> list[Tensor] | None:
+        """Collects one equally sized 1-D shard per rank; rank 0 gets them in rank order, the others `None`."""
+        if self.world_size == 1:
+            return [shard]
+        self.traffic.add("control", 0 if self.rank == 0 else shard.numel() * shard.element_size())
+        out = [torch.empty_like(shard) for _ in range(self.world_size)] if self.rank == 0 else None
+        wire = None if out is None else [_as_bytes(t) for t in out]
+        dist.gather(_as_bytes(shard), wire, dst=self._ranks[0], group=self._control_group)
+        return out
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's picklable `value`, in rank order, on all ranks. Not for the step's path."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._control_group)
+        return values
+
+    def close(self) -> None:
+        """Gives the process groups back. All ranks call it; nothing may be in flight."""
+        for group in (self._gather_group, self._reduce_group, self._control_group):
+            dist.destroy_process_group(group)
+
+    def _new_group(self, like: dist.ProcessGroup) -> dist.ProcessGroup:
+        whole_world = len(self._ranks) == dist.get_world_size()
+        timeout = like._get_backend(self.device).options._timeout
+        group = dist.new_group(self._ranks, timeout=timeout, use_local_synchronization=not whole_world)
+        if not isinstance(group, dist.ProcessGroup):
+            raise AssertionError("this rank is not in the group it asked for")
+        return group
+
+    def _peers(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank != self.rank]
+
+
+@dataclass(frozen=True)
+class _Message:
+    """A run of a shard that travels as one message: one part of a large parameter, or several small ones."""
+
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+
+
+@lru_cache(maxsize=4096)
+def _plan(layout: FlatLayout, rank: int) -> tuple[_Message, ...]:
+    """How `rank`'s shard is cut into messages: the sender and the receiver derive the same cut from the layout."""
+    largest = max(1, _MESSAGE_BYTES // layout.dtype.itemsize)
+    packed = _PACKED_BYTES // layout.dtype.itemsize
+    messages: list[_Message] = []
+    small: list[Piece] = []
+
+    def flush() -> None:
+        if small:
+            messages.append(_Message(small[0].shard_offset, small[-1].shard_offset + small[-1].numel, tuple(small)))
+            small.clear()
+
+    for piece in layout.pieces(rank):
+        if piece.numel <= packed:
+            if small and sum(p.numel for p in small) + piece.numel > largest:
+                flush()
+            small.append(piece)
+            continue
+        flush()
+        for start in range(piece.start, piece.stop, largest):
+            stop = min(piece.stop, start + largest)
+            offset = piece.shard_offset + start - piece.start
+            messages.append(_Message(offset, offset + stop - start, (Piece(piece.index, start, stop, offset),)))
+    flush()
+    return tuple(messages)
+
+
+def _outgoing(message: _Message, flats: list[Tensor | None], like: Tensor, dtype: torch.dtype) -> Tensor:
+    parts = []
+    for piece in message.pieces:
+        flat = flats[piece.index]
+        parts.append(like.new_zeros(piece.numel, dtype=dtype) if flat is None else flat[piece.start : piece.stop])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _add_own(target: Tensor, pieces: Iterable[Piece], flats: list[Tensor | None]) -> None:
+    for piece in pieces:
+        flat = flats[piece.index]
+        if flat is not None:
+            target[piece.shard_offset : piece.shard_offset + piece.numel].add_(flat[piece.start : piece.stop])
+
+
+def _sum_in_rank_order(out: Tensor, received: dict[int, Tensor], rank: int, add_own: Callable[[Tensor], None]) -> None:
+    if not received:
+        out.zero_()
+        add_own(out)
+        return
+    order = sorted([*received, rank])
+    lowest_peer = min(received)
+    if received[lowest_peer] is not out:
+        out.copy_(received[lowest_peer])
+    for source in order:
+        if source == rank:
+            add_own(out)
+        elif source != lowest_peer:
+            out.add_(received[source])
+
+
+def flat_view(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """`tensor`'s elements as 1-D, in the memory order that `stride` describes; a view where memory allows."""
+    tensor = (tensor.to_dense() if tensor.is_sparse else tensor).resolve_conj().resolve_neg()
+    if tensor.numel() and tensor.stride() != stride:
+        dense = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+        tensor = dense.copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _fill(packed: Tensor, layout: FlatLayout, flats: list[Tensor | None]) -> None:
+    targets = packed[: layout.numel].split([p.numel for p in layout.params])
+    given = [(target, flat) for target, flat in zip(targets, flats, strict=True) if flat is not None]
+    if given:
+        torch._foreach_copy_([t for t, _ in given], [f for _, f in given])
+    for target, flat in zip(targets, flats, strict=True):
+        if flat is None:
+            target.zero_()
+
+
+def _messages(data: Tensor) -> tuple[Tensor, ...]:
+    return data.split(_MESSAGE_BYTES) if data.numel() else ()
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    batches: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        batches[tensor.dtype].append(tensor)
+    return list(batches.values())
+
+
+def _backend_for(group: dist.ProcessGroup, device: torch.device) -> str:
+    # A group may hold one backend per device type ("cpu:gloo,cuda:nccl"); get_backend names only the default one.
+    try:
+        return str(group._get_backend(device).name()).lower()
+    except RuntimeError as error:
+        raise ValueError(
+            f"the process group has no backend for {device.type} tensors, where the model's parameters are. "
+            f"Move the model to the right device first, or call init_process_group with a backend for {device.type} "
+            "('gloo' for cpu, 'nccl' for cuda, 'cpu:gloo,cuda:nccl' for both)."
+        ) from error
+
+
+def _all_gather_single(out: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Work:
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: Work = call(out, shard, group=group, async_op=True)
+    return work
+
+
+def _reduce_scatter_single(out: Tensor, flat: Tensor, group: dist.ProcessGroup) -> Work:
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work: Work = call(out, flat, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    return work
+
+
+def _irecv(data: Tensor, src: int, group: dist.ProcessGroup, tag: int) -> Work:
+    work = dist.irecv(data, src, group=group, tag=tag)
+    if work is None:
+        raise AssertionError("irecv from a rank outside the group")
+    return work
+
+
+def _isend(data: Tensor, dst: int, group: dist.ProcessGroup, tag: int) -> Work:
+    work = dist.isend(data, dst, group=group, tag=tag)
+    if work is None:
+        raise AssertionError("isend to a rank outside the group")
+    return work

@@ -1,0 +1,134 @@
+"""Which elements of which parameter live on which rank: pure arithmetic, no process group, no tensor data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+# Every rank's part starts on a cache line (and on what vector loads and NCCL like).
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class ParamLayout:
+    """Where one parameter lies in its flat buffer.
+
+    Attributes:
+        fqn: fully qualified name.
+        shape: logical shape; `()` for a 0-dim parameter.
+        stride: strides of the view in the flat buffer, in elements; they keep the parameter's memory format.
+        offset: first element in the flat buffer.
+        numel: number of elements.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of one parameter that lies in one rank's shard.
+
+    Attributes:
+        index: position of the parameter in `FlatLayout.params`.
+        start: first element, counted in the parameter's own memory order.
+        stop: end (exclusive), likewise.
+        shard_offset: where the run starts in the rank's shard.
+    """
+
+    index: int
+    start: int
+    stop: int
+    shard_offset: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the run."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """One flat buffer: its parameters back to back, then padding, cut into `world_size` equal shards.
+
+    Attributes:
+        params: the parameters in buffer order.
+        dtype: element type of the buffer.
+        world_size: number of shards.
+    """
+
+    params: tuple[ParamLayout, ...]
+    dtype: torch.dtype
+    world_size: int
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements that belong to parameters."""
+        return sum(p.numel for p in self.params)
+
+    @cached_property
+    def shard_numel(self) -> int:
+        """Elements of one rank's shard, padding included."""
+        alignment = max(1, ALIGNMENT_BYTES // self.dtype.itemsize)
+        return -(-self.numel // (self.world_size * alignment)) * alignment
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the whole buffer, padding included."""
+        return self.shard_numel * self.world_size
+
+    def filled_numel(self, rank: int) -> int:
+        """Elements of `rank`'s shard that belong to parameters (the rest is padding)."""
+        return min(max(self.numel - rank * self.shard_numel, 0), self.shard_numel)
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """The runs of parameters in `rank`'s shard, in buffer order; empty parameters have none."""
+        return self._pieces[rank]
+
+    @cached_property
+    def _pieces(self) -> tuple[tuple[Piece, ...], ...]:
+        ranks: list[list[Piece]] = [[] for _ in range(self.world_size)]
+        for index, param in enumerate(self.params):
+            start = param.offset
+            end = param.offset + param.numel
+            while start < end:
+                rank = start // self.shard_numel
+                stop = min(end, (rank + 1) * self.shard_numel)
+                piece = Piece(index, start - param.offset, stop - param.offset, start - rank * self.shard_numel)
+                ranks[rank].append(piece)
+                start = stop
+        return tuple(tuple(pieces) for pieces in ranks)
+
+
+def flat_layout(named_params: Sequence[tuple[str, Tensor]], world_size: int) -> FlatLayout:
+    """Lays parameters of one dtype out in a flat buffer, matrices before vectors.
+
+    The order keeps the usual decay / no-decay split contiguous and, since vectors are what has odd sizes,
+    keeps the matrices aligned.
+
+    Args:
+        named_params: (fully qualified name, parameter) pairs; only shape, stride and dtype are read.
+        world_size: number of ranks.
+    """
+    ordered = sorted(named_params, key=lambda item: item[1].dim() < 2)  # stable: registration order within each
+    layouts, offset = [], 0
+    for fqn, param in ordered:
+        layouts.append(ParamLayout(fqn, tuple(param.shape), dense_stride(param), offset, param.numel()))
+        offset += param.numel()
+    return FlatLayout(tuple(layouts), named_params[0][1].dtype, world_size)
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of `tensor` where they are a permutation of a dense layout, else contiguous ones.
+
+    `empty_like` applies exactly that rule, and autograd lays gradients out by it too, so a gradient's memory
+    and its parameter's line up element by element.
+    """
+    return tuple(torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride())

@@ -1,0 +1,198 @@
+"""Binding a torch optimizer to the shards: it steps on this rank's slices and never learns of the others."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero_core.collectives import flat_view
+from zero_core.errors import UnsupportedOptimizerError
+from zero_core.runtime import Runtime
+from zero_core.unit import Slice, Unit
+
+# Optimizers whose update of an element looks at the whole matrix (its norm, its factors, its spectrum), by class name.
+_NEEDS_WHOLE_MATRICES = {
+    "adafactor": "it factors the second moment into rows and columns",
+    "came": "it factors the second moment into rows and columns",
+    "sm3": "it keeps one statistic per row and column",
+    "lamb": "it scales each matrix's update by the norms of the matrix",
+    "lars": "it scales each matrix's update by the norms of the matrix",
+    "larc": "it scales each matrix's update by the norms of the matrix",
+    "muon": "it orthogonalises each matrix's update",
+    "shampoo": "it preconditions with each matrix's row and column statistics",
+    "soap": "it preconditions with each matrix's row and column statistics",
+    "galore": "it projects each matrix's gradient on its singular vectors",
+    "lbfgs": "it searches along directions made of all parameters together",
+    "sparseadam": "it works on sparse gradients, while reduced gradients are dense",
+}
+
+
+class BoundOptimizer:
+    """A torch optimizer whose parameter groups hold this rank's slices.
+
+    The optimizer object, its class, hyper-parameters, hooks and schedulers stay; state it already has is sliced along.
+    Parameters added later by `add_param_group` are replaced before the next step.
+
+    Args:
+        optimizer: the user's optimizer over parameters of the engine.
+        runtime: knows where each parameter lives.
+        before_step: called before each step.
+        after_step: called after each step with the units it changed.
+
+    Raises:
+        ValueError: a parameter is not the engine's.
+        UnsupportedOptimizerError: the optimizer needs whole matrices.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        runtime: Runtime,
+        before_step: Callable[[], None],
+        after_step: Callable[[Sequence[Unit]], None],
+    ) -> None:
+        _refuse_if_not_elementwise(optimizer)
+        self.optimizer = optimizer
+        self._runtime = runtime
+        self._before_step = before_step
+        self._after_step = after_step
+        self.groups: list[list[nn.Parameter]] = []
+        self._slices: set[int] = set()
+        for number, group in enumerate(optimizer.param_groups):
+            self._check_known(number, group)
+        self._refresh()
+        # Weak: hooks live in the user's optimizer, which may outlive the engine.
+        before, after = weakref.WeakMethod(self._on_step), weakref.WeakMethod(self._on_stepped)
+        self._handles = [
+            optimizer.register_step_pre_hook(lambda *_: _call(before)),
+            optimizer.register_step_post_hook(lambda *_: _call(after)),
+        ]
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The model's parameters this optimizer steps, in the order of its groups."""
+        return [param for group in self.groups for param in group]
+
+    def slices(self) -> Iterator[tuple[nn.Parameter, Slice]]:
+        """(model parameter, this rank's slice of it) in the order of the groups."""
+        for param in self.params:
+            yield from ((param, item) for item in self._slices_of(param))
+
+    def release(self) -> None:
+        """Removes the hooks; the optimizer keeps its slices."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _on_step(self) -> None:
+        self._refresh()
+        self._before_step()
+
+    def _on_stepped(self) -> None:
+        units = {id(unit): unit for unit in (self._runtime.locate(param)[0] for param in self.params)}
+        self._after_step(sorted(units.values(), key=lambda unit: unit.index))
+
+    def _refresh(self) -> None:
+        """Replaces every parameter of the model in the groups by this rank's slices of it."""
+        for number, group in enumerate(self.optimizer.param_groups):
+            if number == len(self.groups):
+                self._check_known(number, group)
+                self.groups.append([])
+            if all(id(param) in self._slices for param in group["params"]):
+                continue
+            slices: list[nn.Parameter] = []
+            for param in group["params"]:
+                if id(param) in self._slices:
+                    slices.append(param)
+                    continue
+                self.groups[number].append(param)
+                slices += self._slice_param(param)
+            group["params"] = slices
+            self._slices.update(map(id, slices))
+            _choose_fused(self.optimizer, group)
+
+    def _slice_param(self, param: nn.Parameter) -> list[nn.Parameter]:
+        state = self.optimizer.state.pop(param, {})
+        _, partition, index = self._runtime.locate(param)
+        layout = partition.layout.params[index]
+        for item in partition.slices[index]:
+            if state:
+                self.optimizer.state[item.param] = slice_state(state, item, layout.shape, layout.stride)
+        return [item.param for item in partition.slices[index]]
+
+    def _slices_of(self, param: nn.Parameter) -> list[Slice]:
+        _, partition, index = self._runtime.locate(param)
+        return partition.slices[index]
+
+    def _check_known(self, number: int, group: dict[str, Any]) -> None:
+        for position, param in enumerate(group["params"]):
+            if not self._runtime.knows(param) and id(param) not in self._slices:
+                raise ValueError(
+                    f"parameter {position} of group {number} of {type(self.optimizer).__name__} (shape "
+                    f"{tuple(param.shape)}) is not a parameter of the sharded model. Expected parameters of the model given "
+                    "to shard(); to step two models with one optimizer, shard them together in one nn.ModuleList."
+                )
+
+
+def slice_state(state: dict[str, Any], item: Slice, shape: tuple[int, ...], stride: tuple[int, ...]) -> dict[str, Any]:
+    """This rank's part of a parameter's optimizer state.
+
+    Args:
+        state: state by key; tensors of the parameter's shape are cut, others (a step count) are kept whole.
+        item: the slice.
+        shape: the parameter's logical shape.
+        stride: its strides in the flat buffer.
+    """
+    return {
+        key: (
+            flat_view(value.detach().to(item.param.device), stride)[item.piece.start : item.piece.stop].clone()
+            if is_elementwise(key, value, shape)
+            else value.clone()
+            if isinstance(value, Tensor)
+            else value
+        )
+        for key, value in state.items()
+    }
+
+
+def is_elementwise(key: str, value: object, shape: tuple[int, ...]) -> bool:
+    """Whether a state value holds one number per element of a parameter of `shape`.
+
+    A step count does not, though its shape is that of a 0-dim parameter; torch knows it by its name as well.
+    """
+    return isinstance(value, Tensor) and key != "step" and tuple(value.shape) == shape
+
+
+def _refuse_if_not_elementwise(optimizer: Optimizer) -> None:
+    for cls in type(optimizer).__mro__:
+        for name, reason in _NEEDS_WHOLE_MATRICES.items():
+            if name in cls.__name__.lower().replace("_", ""):
+                raise UnsupportedOptimizerError(
+                    f"{type(optimizer).__name__} cannot step on flat shards: {reason}, and ranks hold only parts of a "
+                    "matrix. Use an element-wise optimizer (SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adadelta)."
+                )
+
+
+def _choose_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Where the user left the implementation to torch, takes the fused one: on a CPU it is several times faster."""
+    if group.get("fused", True) is not None or group.get("foreach") is not None or group.get("differentiable"):
+        return
+    params = group["params"]
+    if not params or not all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in params):
+        return
+    group["fused"] = True
+    # As the constructor does for fused=True: GradScaler then unscales inside the step.
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    for param in params:
+        step = optimizer.state.get(param, {}).get("step")
+        if isinstance(step, Tensor):
+            optimizer.state[param]["step"] = step.to(device=param.device, dtype=torch.float32)
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    if (function := method()) is not None:
+        function()

@@ -1,0 +1,322 @@
+"""One unit: the parameters gathered and reduced together, its states and the moves between them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zero_core.collectives import Collectives, Pending, flat_view
+from zero_core.config import ZeroStage
+from zero_core.flat_buffer import FlatBuffer
+from zero_core.layout import FlatLayout, Piece, flat_layout
+from zero_core.placeholder import PartitionedGradient, PartitionedParameter, placeholder_values
+from zero_core.units import UnitSpec
+
+# An optimizer without a fused step makes several passes over each tensor; slices of this size stay in a CPU's cache.
+_CPU_SLICE_NUMEL = 256 * 1024
+
+
+class UnitState(enum.Enum):
+    """Where a unit's whole weights are."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A part of a parameter that this rank owns, as the optimizer sees it.
+
+    Attributes:
+        piece: which elements.
+        param: 1-D leaf tensor, a view of the master shard.
+    """
+
+    piece: Piece
+    param: nn.Parameter
+
+
+class Partition:
+    """The parameters of one unit that share dtype and `requires_grad`: a flat buffer and this rank's part of it.
+
+    Args:
+        named_params: (fully qualified name, parameter) pairs; their values move into the buffer.
+        collectives: the engine's sends.
+        stage: what is partitioned.
+        tag: number of the buffer among the engine's, the same on every rank.
+    """
+
+    def __init__(
+        self,
+        named_params: Sequence[tuple[str, nn.Parameter]],
+        collectives: Collectives,
+        stage: ZeroStage,
+        tag: int,
+    ) -> None:
+        self.layout: FlatLayout = flat_layout(named_params, collectives.world_size)
+        by_name = dict(named_params)
+        self.params: list[nn.Parameter] = [by_name[p.fqn] for p in self.layout.params]
+        self.tag = tag
+        self._stage = stage
+        self._collectives = collectives
+        self._classes = [type(param) for param in self.params]
+        with torch.inference_mode(False), torch.no_grad():
+            self.buffer = FlatBuffer(self.layout, self.params[0].device)
+            for view, param in zip(self.buffer.views, self.params, strict=True):
+                view.copy_(param.detach())
+            # One rank's values for all, as DDP does: seeds may differ between ranks.
+            collectives.broadcast([self.buffer.tensor])
+            self._placeholders = [placeholder_values(param) for param in self.params]
+            own = self.buffer.shard(collectives.rank)
+            # fp32 needs no second copy at stages 1 and 2: the master is the weights' own slice.
+            self.master: Tensor = own.clone() if stage.shards_parameters else own
+            self.slices: list[list[Slice]] = [[] for _ in self.params]
+            for piece in self._cut(self.layout.pieces(collectives.rank)):
+                part = self.master[piece.shard_offset : piece.shard_offset + piece.numel]
+                differentiable = part.is_floating_point() or part.is_complex()
+                self.slices[piece.index].append(Slice(piece, nn.Parameter(part, requires_grad=differentiable)))
+        # One entry a parameter; a gradient waits here from its arrival until its reduction is finished.
+        self.grads: list[Tensor | None] = [None] * len(self.params)
+        self._reducing: tuple[Pending, Tensor, list[Tensor | None]] | None = None
+        self._gathering: Pending | None = None
+        self.show_views()
+
+    def _cut(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
+        limit = _CPU_SLICE_NUMEL if self.buffer.tensor.device.type == "cpu" else 2**62
+        for piece in pieces:
+            for start in range(piece.start, piece.stop, limit):
+                stop = min(start + limit, piece.stop)
+                yield Piece(piece.index, start, stop, piece.shard_offset + start - piece.start)
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any parameter wants a gradient now; flags may change between steps."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(param.requires_grad for param in self.params)
+
+    def start_gather(self) -> None:
+        """Starts filling the buffer from all ranks' masters."""
+        with torch.no_grad():
+            self.buffer.allocate()
+            own = self.buffer.shard(self._collectives.rank)
+            if own.data_ptr() != self.master.data_ptr():
+                own.copy_(self.master)
+            self._gathering = self._collectives.all_gather(
+                self.layout, self.buffer.tensor, self.tag, self.layout.params[0].fqn
+            )
+
+    def finish_gather(self) -> None:
+        """Waits for `start_gather`."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def show_views(self) -> None:
+        """Points the parameters at the buffer."""
+        for param, view, cls in zip(self.params, self.buffer.views, self._classes, strict=True):
+            param.__class__ = cls
+            param.data = view
+
+    def show_placeholders(self) -> None:
+        """Points the parameters at placeholders; whatever still views the buffer keeps its (freed) storage."""
+        for param, values in zip(self.params, self._placeholders, strict=True):
+            param.data = values
+        self.guard()
+
+    def guard(self) -> None:
+        """Makes every touch of a value go through the owner first."""
+        for param in self.params:
+            param.__class__ = PartitionedParameter
+
+    def load(self, index: int, source: Tensor) -> None:
+        """Writes this rank's part of parameter `index` from the whole `source` (logical shape, any device)."""
+        layout = self.layout.params[index]
+        with torch.no_grad():
+            flat = flat_view(source.detach().expand(layout.shape), layout.stride)
+            for item in self.slices[index]:
+                item.param.copy_(flat[item.piece.start : item.piece.stop])
+
+    def keep_own_part(self) -> None:
+        """Takes this rank's elements of the gathered weights over into the master (what a user wrote there)."""
+        own = self.buffer.shard(self._collectives.rank)
+        if own.data_ptr() != self.master.data_ptr():
+            self.master.copy_(own)
+
+    def start_reduce(self) -> None:
+        """Starts averaging what waits in `grads`; missing ones count as zeros."""
+        grads, self.grads = self.grads, [None] * len(self.params)
+        with torch.no_grad():
+            shard = torch.empty_like(self.master, requires_grad=False)
+            pending = self._collectives.reduce_scatter(self.layout, grads, shard, self.tag, self.layout.params[0].fqn)
+        self._reducing = (pending, shard, grads)
+
+    def finish_reduce(self) -> list[Slice]:
+        """Adds the averaged gradient to the slices' `.grad`.
+
+        Returns:
+            the slices that had no gradient before and none from this rank: should no rank have had one, theirs is
+            `None`, not zero.
+        """
+        if self._reducing is None:
+            return []
+        (pending, shard, grads), self._reducing = self._reducing, None
+        doubtful = []
+        with torch.no_grad():
+            pending.wait()
+            for item in self._own_slices():
+                part = shard[item.piece.shard_offset : item.piece.shard_offset + item.piece.numel]
+                if item.param.grad is not None:
+                    item.param.grad.add_(part)
+                    continue
+                item.param.grad = part
+                if grads[item.piece.index] is None:
+                    doubtful.append(item)
+        return doubtful
+
+    def _own_slices(self) -> Iterator[Slice]:
+        with torch._C.DisableTorchFunctionSubclass():
+            wanted = [param.requires_grad for param in self.params]
+        return (item for items, wants in zip(self.slices, wanted, strict=True) if wants for item in items)
+
+    def grad_shard(self, index: int) -> Tensor | None:
+        """This rank's elements of the averaged gradient of parameter `index`, 1-D; `None` where it has none."""
+        grads = [item.param.grad for item in self.slices[index] if item.param.grad is not None]
+        return torch.cat(grads) if grads else None
+
+    def whole(self, index: int, part: Tensor | None) -> Tensor:
+        """The tensor of parameter `index`'s shape that all ranks' 1-D parts make up. All ranks."""
+        layout = self.layout.params[index]
+        with torch.no_grad():
+            whole = self.master.new_zeros(layout.numel)
+            if part is not None:
+                start = self.slices[index][0].piece.start
+                whole[start : start + part.numel()] = part
+            self._collectives.sum(whole)  # the parts do not overlap, so the sum is exact
+        return whole.as_strided(layout.shape, layout.stride)
+
+    def forget_grads(self) -> None:
+        """Drops what a failed backward left behind."""
+        if self._reducing is not None:
+            self._reducing[0].wait()
+        self._reducing = None
+        self.grads = [None] * len(self.params)
+
+    @property
+    def grad_nbytes(self) -> int:
+        """Bytes of gradients held now: whole ones waiting or in flight, and the shard behind the slices' `.grad`."""
+        whole = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in self._whole_grads()}
+        shards = {
+            item.param.grad.untyped_storage().data_ptr(): item.param.grad.untyped_storage().nbytes()
+            for items in self.slices
+            for item in items
+            if item.param.grad is not None
+        }
+        return sum(whole.values()) + sum(shards.values())
+
+    def _whole_grads(self) -> Iterator[Tensor]:
+        with torch._C.DisableTorchFunctionSubclass():
+            local = [p.grad for p in self.params if p.grad is not None and not isinstance(p.grad, PartitionedGradient)]
+        yield from local
+        in_flight = self._reducing[2] if self._reducing is not None else []
+        yield from (grad for grad in [*self.grads, *in_flight] if grad is not None)
+        if self._reducing is not None:
+            yield self._reducing[1]
+
+
+class Unit:
+    """Parameters gathered and reduced together.
+
+    At stages 1 and 2 a unit is `GATHERED`, but for `GATHERING` between a step and the next use. At stage 3 it goes
+    `SHARDED` -> `GATHERING` -> `GATHERED` -> `SHARDED` around each use.
+
+    Args:
+        spec: what the unit owns.
+        index: number of the unit, the same on every rank.
+        first_tag: number of its first buffer; the others follow.
+        collectives: the engine's sends.
+        stage: what is partitioned.
+    """
+
+    def __init__(self, spec: UnitSpec, index: int, first_tag: int, collectives: Collectives, stage: ZeroStage) -> None:
+        self.name = spec.name
+        self.index = index
+        self.modules = list(spec.modules)
+        self._stage = stage
+        groups: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+        for fqn, param in spec.params:
+            groups.setdefault((param.dtype, param.requires_grad), []).append((fqn, param))
+        self.partitions = [
+            Partition(named, collectives, stage, first_tag + i) for i, named in enumerate(groups.values())
+        ]
+        self.state = UnitState.GATHERED
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """All parameters of the unit."""
+        return [param for partition in self.partitions for param in partition.params]
+
+    @property
+    def numel(self) -> int:
+        """Elements, padding not counted."""
+        return sum(partition.layout.numel for partition in self.partitions)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole weights, padding included."""
+        return sum(p.layout.padded_numel * p.layout.dtype.itemsize for p in self.partitions)
+
+    def start_gather(self) -> None:
+        """Starts making the weights whole; a no-op unless they are sharded."""
+        if self.state is UnitState.SHARDED:
+            for partition in self.partitions:
+                partition.start_gather()
+            self.state = UnitState.GATHERING
+
+    def refresh(self) -> None:
+        """Brings gathered weights up to date with the masters, in place (stage 3, in the middle of their use)."""
+        for partition in self.partitions:
+            partition.start_gather()
+            partition.finish_gather()
+
+    def publish(self) -> None:
+        """Starts sending this rank's stepped slice to all others (stages 1 and 2); a touch waits for theirs."""
+        self.gather()
+        for partition in self.partitions:
+            partition.start_gather()
+            partition.guard()
+        self.state = UnitState.GATHERING
+
+    def gather(self) -> None:
+        """Makes the weights whole, waiting for what was started."""
+        if self.state is UnitState.GATHERED:
+            return
+        self.start_gather()
+        for partition in self.partitions:
+            partition.finish_gather()
+            partition.show_views()
+        self.state = UnitState.GATHERED
+
+    def reshard(self) -> None:
+        """Frees the other ranks' parts (stage 3)."""
+        if not self._stage.shards_parameters or self.state is UnitState.SHARDED:
+            return
+        for partition in self.partitions:
+            partition.finish_gather()  # never free what a transfer still writes to
+            partition.show_placeholders()
+            partition.buffer.free()
+        self.state = UnitState.SHARDED
+
+    def start_reduce(self) -> None:
+        """Starts averaging the gradients that arrived."""
+        for partition in self.partitions:
+            if partition.is_trainable:
+                partition.start_reduce()
+
+    def finish_reduce(self) -> list[Slice]:
+        """Waits for `start_reduce`; see `Partition.finish_reduce`."""
+        return [item for partition in self.partitions for item in partition.finish_reduce()]
