@@ -129,9 +129,7 @@ def _zero(model: nn.Module, stage: int) -> Peer:
         account = engine.report()
         return {
             "held": [{"kind": h.kind, "bytes": h.bytes, "formula": h.formula} for h in account.held],
-            "sent": [
-                {"kind": s.kind, "calls": s.calls, "bytes": s.bytes, "formula": s.formula} for s in account.sent
-            ],
+            "sent": [{"kind": s.kind, "calls": s.calls, "bytes": s.bytes, "formula": s.formula} for s in account.sent],
         }
 
     return Peer(_usual_loop(model, optimizer), "AdamW, fused, on shards", report)

@@ -37,10 +37,9 @@ def run(args: argparse.Namespace) -> None:
         # Before torch is imported, so that every thread it or gloo starts inherits the core.
         _pin(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
 
+    import _peers
     import torch
     import torch.distributed as dist
-
-    import _peers
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
         batch = _batch(args, rank)
         for _ in range(args.warmup):
             peer.step(batch)
-        dist.barrier()
+        _settle()
 
         memory_source = _reset_peak()
         wire_before, wire_source = _wire_bytes()
@@ -73,8 +72,7 @@ def run(args: argparse.Namespace) -> None:
             step_ms.append((time.perf_counter() - start) * 1e3)
         cpu_ms = (time.process_time() - cpu_before) * 1e3 / args.steps
         peak = _peak_bytes(memory_source)
-        # Whatever the last step left in flight has to be on the wire before it can be counted.
-        dist.barrier()
+        _settle()
         wire_after, _ = _wire_bytes()
 
         report = peer.report() if peer.report else None
@@ -153,6 +151,18 @@ def _max(values: list[float | None]) -> float | None:
 
 def _total(report: dict[str, Any] | None, part: str) -> float | None:
     return None if report is None else float(sum(entry["bytes"] for entry in report[part]))
+
+
+def _settle() -> None:
+    """Waits for all ranks, and for what a step left in flight, so that it is counted with that step.
+
+    A barrier alone does not wait for collectives that run in the background or in another group.
+    """
+    import torch.distributed as dist
+
+    dist.barrier()
+    time.sleep(0.2)
+    dist.barrier()
 
 
 # --- the process ------------------------------------------------------------------------------------------

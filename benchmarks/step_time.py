@@ -332,8 +332,8 @@ def _print_table(summary: list[Result]) -> None:
     except ImportError:
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         for line in [header, *rows]:
-            first, *rest = (cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))
-            print("  ".join([first, *rest]))
+            name, *numbers = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+            print("  ".join([line[0].ljust(len(name)), *numbers]))
         return
     table = Table()
     for index, title in enumerate(header):

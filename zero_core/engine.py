@@ -336,7 +336,7 @@ class ZeroEngine:
         stage, world = self.config.zero_stage, self.world_size
         rows = [("unit", "modules", "parameters", "elements", "bytes", "held here")]
         for unit in self._units:
-            kinds = sorted({type(module).__name__ for module in unit.modules})
+            kinds = dict.fromkeys(type(module).__name__ for module in unit.modules)
             here = sum(p.layout.filled_numel(self.rank) for p in unit.partitions)
             held = f"{here:,} of {unit.numel:,}" if stage.shards_parameters else f"all, steps {here:,}"
             rows.append(

@@ -173,6 +173,11 @@ _METHODS = (
 ).split()
 
 
+# New tensors of a parameter's shape and dtype (an optimizer's state) need no values either.
+_FACTORIES = "empty_like zeros_like ones_like full_like rand_like randn_like".split()
+_METHODS += "new_empty new_zeros new_ones new_full new_tensor".split()
+
+
 def _metadata() -> frozenset[Any]:
     functions: set[Any] = {
         torch._has_compatible_shallow_copy_type,
@@ -181,6 +186,7 @@ def _metadata() -> frozenset[Any]:
         torch.numel,
     }
     functions.update((torch.is_tensor, torch.is_same_size))
+    functions.update(getattr(torch, name) for name in _FACTORIES)
     for name in _PROPERTIES:
         attribute: Any = getattr(Tensor, name, None)
         if attribute is not None:

@@ -62,6 +62,7 @@ class Reducer:
         # How often a parameter reports in one backward: once, but for reentrant checkpointing of shared layers.
         self._expected: Counter[int] = Counter()
         self._reset()
+        self._hook_trainable()
 
     def _reset(self) -> None:
         self.in_backward = False
@@ -77,8 +78,10 @@ class Reducer:
     def prepare(self) -> None:
         """Before a forward: forgets a failed backward, hooks parameters that now want gradients and have no hook yet."""
         self._recover()
-        if not torch.is_grad_enabled():
-            return
+        if torch.is_grad_enabled():
+            self._hook_trainable()
+
+    def _hook_trainable(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             for position, (_, partition, index) in enumerate(self._params):
                 param = partition.params[index]

@@ -307,7 +307,8 @@ class Unit:
             return
         for partition in self.partitions:
             partition.finish_gather()  # never free what a transfer still writes to
-            partition.show_placeholders()
+            if self.state is UnitState.GATHERED:
+                partition.show_placeholders()
             partition.buffer.free()
         self.state = UnitState.SHARDED
 

@@ -150,7 +150,9 @@ def _rest_units(
         (units if called and spec.numel >= config.unit_numel else small).append(spec)
     if sum(spec.numel for spec in small) <= config.unit_numel:
         if small:
-            units.append(UnitSpec("(rest)", [model], [item for spec in small for item in spec.params]))
+            # The model's own call needs them throughout; each module's too, for it may be called by itself.
+            callers = [model, *(module for spec in small for module in spec.modules if module is not model)]
+            units.append(UnitSpec("(rest)", callers, [item for spec in small for item in spec.params]))
         return units
     group = UnitSpec("")
     for spec in small:

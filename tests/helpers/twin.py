@@ -133,3 +133,63 @@ def fingerprint(engine: ZeroEngine) -> str:
         for param in engine.model.parameters():
             digest.update(param.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+class Pair:
+    """A plain model on the whole batch beside the engine's on this rank's part, for models a test makes itself."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stage: int,
+        optimizer: MakeOptimizer = lambda m: torch.optim.SGD(m.parameters(), lr=0.02, momentum=0.9),
+        before: Callable[[nn.Module, Optimizer], None] | None = None,
+        **config: Any,
+    ) -> None:
+        self.plain = copy.deepcopy(model)
+        self.model = model
+        self.plain_optimizer = optimizer(self.plain)
+        if before is not None:  # both still plain, with the same data on every rank
+            self.optimizer = optimizer(model)
+            before(self.plain, self.plain_optimizer)
+            before(model, self.optimizer)
+            self.engine = shard(model, ZeroConfig(stage=stage, **config))
+        else:
+            self.engine = shard(model, ZeroConfig(stage=stage, **config))
+            self.optimizer = optimizer(model)
+        self.engine.bind(self.optimizer)
+
+    def backward(self, loss: Callable[[nn.Module, Any], Tensor], data: Any) -> None:
+        """`loss(model, data)` and backward on both; tensors in `data` are cut along their first dimension."""
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        mine = torch.utils._pytree.tree_map(lambda t: t.chunk(world_size)[rank], data)
+        loss(self.plain, data).backward()
+        loss(self.model, mine).backward()
+
+    def step(self) -> None:
+        for optimizer in (self.plain_optimizer, self.optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def check_gradients(self, tolerance: float = 2e-6) -> None:
+        expected = [p.grad for p in self.plain.parameters()]
+        error = distance([self.engine.full_grad(p) for p in self.model.parameters()], expected)
+        assert error < tolerance, f"a gradient is off by {error:.1e}"
+
+    def check_weights(self, tolerance: float = 1e-5) -> None:
+        with self.engine.full_params():
+            error = largest_difference(self.model.parameters(), self.plain.parameters())
+        assert error < tolerance, f"a weight is off by {error:.1e}"
+
+    def train(self, loss: Callable[[nn.Module, Any], Tensor], *batches: Any) -> None:
+        """A step for each batch, compared each time."""
+        for data in batches:
+            self.backward(loss, data)
+            self.check_gradients()
+            self.step()
+            self.check_weights()
+
+
+def random_batch(*shape: int, seed: int = 0) -> Tensor:
+    """Normal values, the same on all ranks; the first dimension is the whole batch."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
