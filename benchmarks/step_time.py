@@ -92,19 +92,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for variant in skipped:
         print(f"{variant}: skipped, deepspeed is not installed")
 
-    memory = {variant: _launch(variant, _memory_settings(args), RETURN_FREED_MEMORY) for variant in variants}
-    for variant, result in memory.items():
-        if "error" in result:
-            print(f"memory  {variant}: FAILED\n{result['error']}", flush=True)
+    memory = {}
+    for variant in variants:
+        memory[variant] = _launch(variant, _memory_settings(args), RETURN_FREED_MEMORY)
+        _show("memory", memory[variant])
     results: list[Result] = []
     for number in range(1, args.rounds + 1):
         for variant in variants:
-            result = {**_launch(variant, args), "round": number}
-            results.append(result)
-            if "error" in result:
-                print(f"round {number}  {variant}: FAILED\n{result['error']}", flush=True)
-            else:
-                print(f"round {number}  {variant}: {result['median_ms']:.0f} ms", flush=True)
+            results.append({**_launch(variant, args), "round": number})
+            _show(f"round {number}", results[-1])
 
     summary = [_summarize(variant, results, memory, args.world_size) for variant in variants]
     print()
@@ -115,6 +111,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     _write_json(args, results, memory, summary, skipped, warnings)
     failed = {r["variant"] for r in [*results, *memory.values()] if "error" in r}
     return int(any(not _optional(variant) for variant in failed))
+
+
+def _show(launch: str, result: Result) -> None:
+    if "error" in result:
+        outcome = f"FAILED\n{result['error']}"
+    elif result["peak_bytes"] is None:
+        outcome = f"{result['median_ms']:.0f} ms"
+    else:
+        outcome = f"{result['median_ms']:.0f} ms, {result['peak_bytes'] / 1e6:.0f} MB"
+    print(f"{launch}  {result['variant']}: {outcome}", flush=True)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -190,31 +196,32 @@ def _launch(variant: str, args: argparse.Namespace, environment: dict[str, str] 
     command += [f"--{option.replace('_', '-')}={getattr(args, option)}" for option in options]
     command += ["--pin" if args.pin else "--no-pin"]
     # Files rather than pipes: nothing a worker prints can then block it, and a timeout loses no output.
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,  # held open and never written: the workers end when it closes
-            stdout=out,
-            stderr=err,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-            start_new_session=True,
-        )
-        problem = None
-        try:
-            if status := process.wait(args.timeout):
-                problem = f"exit status {status}"
-        except subprocess.TimeoutExpired:
-            problem = f"no result after {args.timeout:g} s"
-        finally:
-            _stop(process)
-        out.seek(0)
-        err.seek(0)
-        lines = [line for line in out if line.startswith(RESULT_MARK)]
-        if problem is None and not lines:
-            problem = "no result printed"
-        if problem is not None:
-            tail = "".join(f"    {line}" for line in _worker_errors(err.readlines())[-STDERR_TAIL_LINES:])
-            return {"variant": variant, "error": f"    {problem}\n{tail.rstrip()}"}
+    with tempfile.TemporaryDirectory() as folder:
+        out_path, err_path = Path(folder, "stdout"), Path(folder, "stderr")
+        with out_path.open("w") as out, err_path.open("w") as err:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,  # held open and never written: the workers end when it closes
+                stdout=out,
+                stderr=err,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+                start_new_session=True,
+            )
+            problem = None
+            try:
+                if status := process.wait(args.timeout):
+                    problem = f"exit status {status}"
+            except subprocess.TimeoutExpired:
+                problem = f"no result after {args.timeout:g} s"
+            finally:
+                errors = err_path.read_text(errors="replace")  # before the launcher writes about being stopped
+                _stop(process)
+        lines = [line for line in out_path.read_text(errors="replace").splitlines() if line.startswith(RESULT_MARK)]
+    if problem is None and not lines:
+        problem = "no result printed"
+    if problem is not None:
+        tail = "".join(f"\n    {line}" for line in _worker_errors(errors.splitlines())[-STDERR_TAIL_LINES:])
+        return {"variant": variant, "error": f"    {problem}{tail}"}
     result: Result = json.loads(lines[-1].removeprefix(RESULT_MARK))
     return result
 

@@ -319,6 +319,8 @@ def _plan(layout: FlatLayout, rank: int) -> tuple[_Message, ...]:
             small.clear()
 
     for piece in layout.pieces(rank):
+        if not piece.numel:
+            continue
         if piece.numel <= packed:
             if small and sum(p.numel for p in small) + piece.numel > largest:
                 flush()

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from zero_core import clipping, memory, placeholder, state_dict, units
 from zero_core.collectives import Collectives, Traffic
 from zero_core.config import ZeroConfig
-from zero_core.materialize import materialize
+from zero_core.materialize import materialize, materialize_buffers
 from zero_core.optimizer import BoundOptimizer
 from zero_core.reducer import Reducer
 from zero_core.runtime import Runtime
@@ -61,7 +61,7 @@ def shard(
         tag += len(unit.partitions)
         built[id(spec)] = unit
         unit.reshard()  # before the next one is made, so that no more than one is whole
-    materialize(model, None, target)
+    materialize_buffers(model, target)
     collectives.broadcast([b.data for b in model.buffers()])
     borrowers = [(module, tuple(built[id(spec)] for spec in specs)) for module, specs in partitioning.borrowers]
     runtime = Runtime(model, list(built.values()), borrowers, collectives, config)
@@ -327,6 +327,7 @@ class ZeroEngine:
         for unit in self._units:
             unit.gather()
         self._runtime.remove_hooks()
+        self._reducer.remove_hooks()
         for bound in self._bound.values():
             bound.release()
         self._bound.clear()

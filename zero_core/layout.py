@@ -89,7 +89,7 @@ class FlatLayout:
         return min(max(self.numel - rank * self.shard_numel, 0), self.shard_numel)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """The runs of parameters in `rank`'s shard, in buffer order; empty parameters have none."""
+        """The runs of parameters in `rank`'s shard, in buffer order; an empty parameter is an empty run of rank 0."""
         return self._pieces[rank]
 
     @cached_property
@@ -98,6 +98,8 @@ class FlatLayout:
         for index, param in enumerate(self.params):
             start = param.offset
             end = param.offset + param.numel
+            if start == end:
+                ranks[0].append(Piece(index, 0, 0, 0))
             while start < end:
                 rank = start // self.shard_numel
                 stop = min(end, (rank + 1) * self.shard_numel)

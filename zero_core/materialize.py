@@ -10,79 +10,96 @@ from torch import Tensor, nn
 
 from zero_core.units import UnitSpec
 
+Initialiser = Callable[[nn.Module], object]
 
-def materialize(model: nn.Module, spec: UnitSpec | None, device: torch.device) -> None:
-    """Brings one unit's parameters, or (`None`) all buffers, to `device`; what is on the meta device is initialised.
+
+def materialize(model: nn.Module, spec: UnitSpec, device: torch.device) -> None:
+    """Brings one unit's parameters to `device`; those on the meta device are initialised by their modules.
 
     Parameters keep their identity, so ties and optimizers built before stay right.
 
     Raises:
         RuntimeError: a module with parameters on the meta device has no way to initialise itself.
     """
-    wanted = None if spec is None else {id(param) for _, param in spec.params}
-    for _, param in spec.params if spec is not None else ():
-        if not param.is_meta and param.device != device:
-            _swap(param, param.detach().to(device))
-    for path, module, initialise in _modules_to_fill(model, wanted):
-        params = [p for p in module._parameters.values() if p is not None and p.is_meta and id(p) in (wanted or ())]
-        buffers = [name for name, b in module._buffers.items() if b is not None and b.is_meta]
-        if initialise is None:
-            what = next((n for n, p in module._parameters.items() if p is not None and p.is_meta), None) or buffers[0]
-            raise RuntimeError(
-                f"'{path}.{what}' is on the meta device and {type(module).__name__} has no reset_parameters() to fill it "
-                "with. Add one, or build the model on a real device, or give it memory first: model.to_empty(device=...) "
-                "and load a state dict."
-            )
-        for param in params:
+    fresh = {id(param) for _, param in spec.params if param.is_meta}
+    for _, param in spec.params:
+        if param.is_meta:
             _swap(param, torch.empty_like(param, device=device))
-        for name in buffers:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)  # type: ignore[arg-type]
-        with torch.no_grad(), _foreign_set_aside(module, {id(param) for param in params}):
-            initialise()
-    if spec is None:
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(device)
+        elif param.device != device:
+            _swap(param, param.detach().to(device))
+    if fresh:
+        _initialise(model, device, fresh)
 
 
-def _modules_to_fill(
-    model: nn.Module, wanted: set[int] | None
-) -> Iterator[tuple[str, nn.Module, Callable[[], object] | None]]:
-    paths = dict(model.named_modules())
-    for path, module in paths.items():
-        params = [p for p in module._parameters.values() if p is not None and p.is_meta]
-        if wanted is None:
-            if any(b is not None and b.is_meta for b in module._buffers.values()):
-                yield path, module, _initialiser(paths, path)
-        elif any(id(p) in wanted for p in params):
-            yield path, module, _initialiser(paths, path)
+def materialize_buffers(model: nn.Module, device: torch.device) -> None:
+    """Brings all buffers to `device`; those on the meta device are initialised by their modules.
+
+    Raises:
+        RuntimeError: a module with buffers on the meta device has no way to initialise itself.
+    """
+    if any(buffer.is_meta for buffer in model.buffers()):
+        _initialise(model, device, set())
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
 
 
-def _initialiser(modules: dict[str, nn.Module], path: str) -> Callable[[], object] | None:
-    """The module's `reset_parameters`, or the nearest enclosing transformers model's `_init_weights` for it."""
-    module = modules[path]
+def _initialise(model: nn.Module, device: torch.device, fresh: set[int]) -> None:
+    """Runs the initialisers that concern `fresh` parameters (without any: buffers on the meta device)."""
+    modules = dict(model.named_modules())
+    for path, module in reversed(modules.items()):  # children first: a parent may initialise a child's weight again
+        own = [name for name, p in module._parameters.items() if id(p) in fresh]
+        # Buffers follow their module's parameters, and by themselves where it has none.
+        empty = [name for name, b in module._buffers.items() if b is not None and b.is_meta and bool(own) == bool(fresh)]
+        init_weights = _transformers_initialiser(modules, path)
+        if not own and not empty and (init_weights is None or not any(id(p) in fresh for p in module.parameters())):
+            continue
+        for name in empty:
+            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
+        initialise = init_weights or _reset_of(module, path, [*own, *empty][0])
+        with torch.no_grad(), _others_set_aside(module, fresh):
+            initialise(module)
+
+
+def _transformers_initialiser(modules: dict[str, nn.Module], path: str) -> Initialiser | None:
+    """The `_init_weights` of the nearest enclosing transformers model."""
     parts = path.split(".") if path else []
     for length in range(len(parts), -1, -1):
         enclosing = modules.get(".".join(parts[:length]))
-        init_weights = getattr(enclosing, "_init_weights", None)
-        if callable(init_weights):
-            return lambda: init_weights(module)
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    return reset if callable(reset) else None
+        init_weights: Initialiser | None = getattr(enclosing, "_init_weights", None)
+        if init_weights is not None:
+            return init_weights
+    return None
+
+
+def _reset_of(module: nn.Module, path: str, what: str) -> Initialiser:
+    reset: Initialiser | None = getattr(type(module), "reset_parameters", None) or getattr(type(module), "_reset_parameters", None)
+    if reset is None:
+        raise RuntimeError(
+            f"'{path}.{what}' is on the meta device and {type(module).__name__} has no reset_parameters() to fill it "
+            "with. Add one, or build the model on a real device, or give it memory first: model.to_empty(device=...) "
+            "and load a state dict."
+        )
+    return reset
 
 
 @contextmanager
-def _foreign_set_aside(module: nn.Module, own: set[int]) -> Iterator[None]:
-    """A tied parameter that another unit made (and resharded) must not be written again: lends the module a stand-in."""
-    foreign = {name: p for name, p in module._parameters.items() if p is not None and id(p) not in own}
-    for name, param in foreign.items():
-        device = "cpu" if param.is_meta else param.device
-        module._parameters[name] = nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device=device))
+def _others_set_aside(module: nn.Module, fresh: set[int]) -> Iterator[None]:
+    """Other units' parameters, made earlier or later, must not be written: lends their modules stand-ins on meta."""
+    lent: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for owner in module.modules():
+        for name, param in owner._parameters.items():
+            if param is not None and id(param) not in fresh:
+                lent.append((owner, name, param))
+                owner._parameters[name] = nn.Parameter(
+                    torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad
+                )
     try:
         yield
     finally:
-        module._parameters.update(foreign)
+        for owner, name, param in lent:
+            owner._parameters[name] = param
 
 
 def _swap(param: nn.Parameter, values: Tensor) -> None:

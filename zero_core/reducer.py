@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
 from zero_core.collectives import Collectives
 from zero_core.config import ZeroConfig
@@ -56,6 +57,7 @@ class Reducer:
         self._order: list[Unit] = list(reversed(units))
         self._order_is_shared = False
         self._hooked: set[int] = set()
+        self._handles: list[RemovableHandle] = []
         self._syncs = True
         self.has_local_grads = False
         self.in_backward = False
@@ -89,8 +91,19 @@ class Reducer:
                     self._hooked.add(position)
                     # Weak, or parameter -> hook -> engine -> parameter would be a cycle through C++ that is never freed.
                     before, after = weakref.WeakMethod(self.begin_backward), weakref.WeakMethod(self._on_grad)
-                    param.register_hook(lambda grad, call=before: _call(call))
-                    param.register_post_accumulate_grad_hook(lambda p, call=after, at=position: _call(call, at))
+                    self._handles += [
+                        param.register_hook(lambda grad, call=before: _call(call)),
+                        param.register_post_accumulate_grad_hook(lambda p, call=after, at=position: _call(call, at)),
+                    ]
+
+    def remove_hooks(self) -> None:
+        """Undoes the hooks on the parameters and takes the placeholders out of their `.grad`."""
+        for handle in self._handles:
+            handle.remove()
+        with torch._C.DisableTorchFunctionSubclass():
+            for _, partition, index in self._params:
+                if isinstance(partition.params[index].grad, PartitionedGradient):
+                    partition.params[index].grad = None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -89,7 +89,7 @@ class Partition:
     def _cut(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
         limit = _CPU_SLICE_NUMEL if self.buffer.tensor.device.type == "cpu" else 2**62
         for piece in pieces:
-            for start in range(piece.start, piece.stop, limit):
+            for start in range(piece.start, max(piece.stop, 1), limit):
                 stop = min(start + limit, piece.stop)
                 yield Piece(piece.index, start, stop, piece.shard_offset + start - piece.start)
 
