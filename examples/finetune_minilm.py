@@ -134,7 +134,7 @@ class TopicClassifier(L.LightningModule):
         matrices = [p for p in self.parameters() if p.ndim > 1]
         vectors = [p for p in self.parameters() if p.ndim <= 1]
         groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=5e-5)
+        optimizer = torch.optim.AdamW(groups, lr=2e-4)
         warmup = max(1, self.steps // 10)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min((step + 1) / warmup, (self.steps - step) / self.steps)
