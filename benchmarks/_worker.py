@@ -45,9 +45,9 @@ def run(args: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     try:
         rank = dist.get_rank()
-        # A throw-away model first: code pages and library buffers that the first forward, backward and update
-        # pull in belong to the process, not to the variant.
-        _peers.build("no_comm", _llama(args, tiny=True)).step(_batch(args, rank, tiny=True))
+        # A throw-away model first: modules and code pages that the variant's first step pulls in belong to the
+        # process, and are not what the variant holds for this model.
+        _peers.build(args.worker, _llama(args, tiny=True)).step(_batch(args, rank, tiny=True))
         dist.barrier()
         _trim()
         resident_before = _status_bytes("VmRSS")

@@ -206,8 +206,8 @@ def print_table(args: argparse.Namespace, numel: int, accuracy: float, step_seco
     console = Console()
     console.print(table)
     console.print(
-        f"Formulas of Rajbhandari et al. (2020) with Ψ = {numel:,} weights and N = {args.devices} ranks: in fp32\n"
-        "4Ψ bytes of parameters, 4Ψ of gradients and 8Ψ of Adam's moments, each over N where partitioned."
+        f"Formulas: Rajbhandari et al. (2020), Ψ = {numel:,} weights, N = {args.devices} ranks;\n"
+        "in fp32 4Ψ parameters, 4Ψ gradients, 8Ψ moments, each / N where partitioned."
     )
 
 
