@@ -143,6 +143,7 @@ def _deepspeed(model: nn.Module, stage: int) -> Peer:
     config = {
         "train_micro_batch_size_per_gpu": 1,  # only feeds DeepSpeed's own throughput arithmetic
         "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,  # some releases clip by default, and nobody else here does
         "zero_optimization": {"stage": stage},
         # Take the AdamW below as it is: DeepSpeed's own CPU optimizer needs a compiler at run time.
         "zero_allow_untested_optimizer": True,

@@ -115,7 +115,7 @@ class ZeroEngine:
     # -- optimizer -----------------------------------------------------------------------------------------------
 
     def bind(self, optimizer: Optimizer) -> Optimizer:
-        """Makes `optimizer` step on this rank's slices, in place; it stays the user's object.
+        """Makes `optimizer` step on this rank's slices; it stays the user's object, over the model's parameters.
 
         All ranks must bind the same optimizers in the same order. Nothing is sent.
 
@@ -139,6 +139,10 @@ class ZeroEngine:
             optimizer, self._runtime, self._reducer.reduce_local_grads, self._stepped
         )
         return optimizer
+
+    def _before_step(self) -> None:
+        self._reducer.reduce_local_grads()
+        self._reducer.drop_zeroed()
 
     def _stepped(self, units: Sequence[Unit]) -> None:
         self._runtime.publish(units)
@@ -185,7 +189,6 @@ class ZeroEngine:
         Raises:
             RuntimeError: the norm is not finite and `error_if_nonfinite`.
         """
-        self._reducer.reduce_local_grads()
         slices = self._slices_with_grad(params)
         total = clipping.global_norm([p.grad for p in slices if p.grad is not None], norm_type, self._collectives)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
@@ -201,10 +204,11 @@ class ZeroEngine:
 
         All ranks must call where gradients may still wait whole (after `no_sync`); otherwise nothing is sent.
         """
-        self._reducer.reduce_local_grads()
         clipping.clip_by_value(self._slices_with_grad(params), clip_value)
 
     def _slices_with_grad(self, params: Optimizer | Iterable[nn.Parameter] | None) -> list[nn.Parameter]:
+        self._reducer.reduce_local_grads()
+        self._reducer.drop_zeroed()
         if isinstance(params, Optimizer):
             wanted: Iterable[nn.Parameter] = self._binding(params).params
         else:
@@ -225,6 +229,7 @@ class ZeroEngine:
         """
         self._check_param(param)
         self._reducer.reduce_local_grads()
+        self._reducer.drop_zeroed()
         _, partition, index = self._runtime.locate(param)
         shard = partition.grad_shard(index)
         if not any(self._collectives.any_rank([shard is not None])()):
@@ -304,6 +309,7 @@ class ZeroEngine:
     def report(self) -> memory.Report:
         """Bytes held now and sent in the last step on this rank, beside the paper's formulas. Sends nothing."""
         stage = self.config.zero_stage
+        self._reducer.drop_zeroed()
         states = memory.unique_tensors(
             value
             for bound in self._bound.values()

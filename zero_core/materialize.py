@@ -51,7 +51,9 @@ def _initialise(model: nn.Module, device: torch.device, fresh: set[int]) -> None
     for path, module in reversed(modules.items()):  # children first: a parent may initialise a child's weight again
         own = [name for name, p in module._parameters.items() if id(p) in fresh]
         # Buffers follow their module's parameters, and by themselves where it has none.
-        empty = [name for name, b in module._buffers.items() if b is not None and b.is_meta and bool(own) == bool(fresh)]
+        empty = [
+            name for name, b in module._buffers.items() if b is not None and b.is_meta and bool(own) == bool(fresh)
+        ]
         init_weights = _transformers_initialiser(modules, path)
         if not own and not empty and (init_weights is None or not any(id(p) in fresh for p in module.parameters())):
             continue
@@ -74,7 +76,9 @@ def _transformers_initialiser(modules: dict[str, nn.Module], path: str) -> Initi
 
 
 def _reset_of(module: nn.Module, path: str, what: str) -> Initialiser:
-    reset: Initialiser | None = getattr(type(module), "reset_parameters", None) or getattr(type(module), "_reset_parameters", None)
+    reset: Initialiser | None = getattr(type(module), "reset_parameters", None) or getattr(
+        type(module), "_reset_parameters", None
+    )
     if reset is None:
         raise RuntimeError(
             f"'{path}.{what}' is on the meta device and {type(module).__name__} has no reset_parameters() to fill it "

@@ -33,10 +33,11 @@ _NEEDS_WHOLE_MATRICES = {
 
 
 class BoundOptimizer:
-    """A torch optimizer whose parameter groups hold this rank's slices.
+    """A torch optimizer that steps on this rank's slices.
 
-    The optimizer object, its class, hyper-parameters, hooks and schedulers stay; state it already has is sliced along.
-    Parameters added later by `add_param_group` are replaced before the next step.
+    Between steps its parameter groups hold the model's own parameters, so code that looks them up by name, zeroes their
+    gradients or adds groups works as ever; within `step` (and while its state is saved or loaded) they hold slices. The
+    optimizer object, its class, hyper-parameters, hooks and schedulers stay; state it already has is sliced along.
 
     Args:
         optimizer: the user's optimizer over parameters of the engine.
@@ -62,15 +63,19 @@ class BoundOptimizer:
         self._before_step = before_step
         self._after_step = after_step
         self.groups: list[list[nn.Parameter]] = []
-        self._slices: set[int] = set()
-        for number, group in enumerate(optimizer.param_groups):
-            self._check_known(number, group)
-        self._refresh()
+        self._slices: list[list[nn.Parameter]] = []
+        self._show_slices()
+        self._show_params()
         # Weak: hooks live in the user's optimizer, which may outlive the engine.
-        before, after = weakref.WeakMethod(self._on_step), weakref.WeakMethod(self._on_stepped)
+        begin, end = weakref.WeakMethod(self._on_step), weakref.WeakMethod(self._on_stepped)
+        slices, params = weakref.WeakMethod(self._show_slices), weakref.WeakMethod(self._show_params)
         self._handles = [
-            optimizer.register_step_pre_hook(lambda *_: _call(before)),
-            optimizer.register_step_post_hook(lambda *_: _call(after)),
+            optimizer.register_step_pre_hook(lambda *_: _call(begin)),
+            optimizer.register_step_post_hook(lambda *_: _call(end)),
+            optimizer.register_state_dict_pre_hook(lambda *_: _call(slices)),
+            optimizer.register_state_dict_post_hook(lambda *_: _call(params)),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: _call(slices)),
+            optimizer.register_load_state_dict_post_hook(lambda *_: _call(params)),
         ]
 
     @property
@@ -84,57 +89,67 @@ class BoundOptimizer:
             yield from ((param, item) for item in self._slices_of(param))
 
     def release(self) -> None:
-        """Removes the hooks; the optimizer keeps its slices."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def _on_step(self) -> None:
-        self._refresh()
+        self._show_slices()
         self._before_step()
 
     def _on_stepped(self) -> None:
+        self._show_params()
         units = {id(unit): unit for unit in (self._runtime.locate(param)[0] for param in self.params)}
         self._after_step(sorted(units.values(), key=lambda unit: unit.index))
 
-    def _refresh(self) -> None:
-        """Replaces every parameter of the model in the groups by this rank's slices of it."""
-        for number, group in enumerate(self.optimizer.param_groups):
+    def _show_slices(self) -> None:
+        """Puts slices into the groups; takes in parameters that were added meanwhile."""
+        groups = self.optimizer.param_groups
+        for number, group in enumerate(groups[len(self.groups) :], len(self.groups)):
+            self._check_known(number, group["params"])
+        for number, group in enumerate(groups):
             if number == len(self.groups):
-                self._check_known(number, group)
                 self.groups.append([])
-            if all(id(param) in self._slices for param in group["params"]):
-                continue
-            slices: list[nn.Parameter] = []
-            for param in group["params"]:
-                if id(param) in self._slices:
-                    slices.append(param)
-                    continue
-                self.groups[number].append(param)
-                slices += self._slice_param(param)
-            group["params"] = slices
-            self._slices.update(map(id, slices))
+                self._slices.append([])
+            if group["params"] is not self._slices[number]:
+                self._take_in(number, group["params"])
+            group["params"] = self._slices[number]
             _choose_fused(self.optimizer, group)
 
-    def _slice_param(self, param: nn.Parameter) -> list[nn.Parameter]:
+    def _show_params(self) -> None:
+        """Puts the model's parameters back into the groups."""
+        for group, params in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group["params"] = params
+
+    def _take_in(self, number: int, params: list[nn.Parameter]) -> None:
+        known = {id(param) for param in self.groups[number]}
+        added = [param for param in params if id(param) not in known]
+        self._check_known(number, added)
+        self.groups[number] = params
+        for param in added:
+            self._slice_state(param)
+        if added or len(known) != len(params):
+            self._slices[number] = [item.param for param in params for item in self._slices_of(param)]
+
+    def _slice_state(self, param: nn.Parameter) -> None:
         state = self.optimizer.state.pop(param, {})
         _, partition, index = self._runtime.locate(param)
         layout = partition.layout.params[index]
         for item in partition.slices[index]:
             if state:
                 self.optimizer.state[item.param] = slice_state(state, item, layout.shape, layout.stride)
-        return [item.param for item in partition.slices[index]]
 
     def _slices_of(self, param: nn.Parameter) -> list[Slice]:
         _, partition, index = self._runtime.locate(param)
         return partition.slices[index]
 
-    def _check_known(self, number: int, group: dict[str, Any]) -> None:
-        for position, param in enumerate(group["params"]):
-            if not self._runtime.knows(param) and id(param) not in self._slices:
+    def _check_known(self, number: int, params: Sequence[nn.Parameter]) -> None:
+        for position, param in enumerate(params):
+            if not self._runtime.knows(param):
                 raise ValueError(
                     f"parameter {position} of group {number} of {type(self.optimizer).__name__} (shape "
-                    f"{tuple(param.shape)}) is not a parameter of the sharded model. Expected parameters of the model given "
-                    "to shard(); to step two models with one optimizer, shard them together in one nn.ModuleList."
+                    f"{tuple(param.shape)}) is not a parameter of the sharded model. Expected parameters of the model "
+                    "given to shard(); to step two models with one optimizer, shard them together in one nn.ModuleList."
                 )
 
 

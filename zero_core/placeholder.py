@@ -26,6 +26,9 @@ class Owner(Protocol):
     def on_copy(self, param: nn.Parameter, source: Tensor) -> bool:
         """Takes `param.copy_(source)` over while a state dict is loaded; false where it does not."""
 
+    def zero_gradient(self, param: nn.Parameter) -> None:
+        """Zeroes the shards of the gradient, as `param.grad.zero_()` asks."""
+
     def gradient_error(self, param: nn.Parameter) -> Exception:
         """The error for a touched placeholder gradient."""
 
@@ -67,6 +70,9 @@ class PartitionedParameter(nn.Parameter):
             return _plain(func, args, kwargs)
         if _changes_nothing(func, args, kwargs):
             return args[0]
+        if func is torch.equal and all(type(item) is PartitionedParameter for item in args):
+            # Asked whether a parameter is in a list (Lightning's finetuning callback does): the object answers that.
+            return args[0] is args[1]
         for param in _partitioned(args, kwargs):
             owner = owner_of(param)
             if owner is None:
@@ -104,13 +110,17 @@ class PartitionedGradient(Tensor):
             return _plain(func, args, kwargs)
         if _changes_nothing(func, args, kwargs):
             return args[0]
+        if func is Tensor.detach_:  # `zero_grad(set_to_none=False)` detaches, then zeroes
+            return args[0]
         for item in _leaves((args, kwargs)):
-            if isinstance(item, PartitionedGradient):
-                param = item._param()
-                owner = owner_of(param) if param is not None else None
-                if param is not None and owner is not None:
-                    raise owner.gradient_error(param)
-        raise RuntimeError("the gradient of a parameter that no longer exists was read")
+            param = item._param() if isinstance(item, PartitionedGradient) else None
+            owner = owner_of(param) if param is not None else None
+            if param is None or owner is None:
+                continue
+            if func not in _ZEROING:
+                raise owner.gradient_error(param)
+            owner.zero_gradient(param)
+        return args[0]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PartitionedGradient(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
@@ -201,6 +211,7 @@ def _metadata() -> frozenset[Any]:
 
 
 _METADATA = _metadata()
+_ZEROING = frozenset({Tensor.zero_, torch.zero_, torch._foreach_zero_})
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _CONVERSIONS = frozenset(
     getattr(Tensor, name) for name in "to cpu cuda float double half bfloat16 type contiguous".split()

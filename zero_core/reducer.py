@@ -82,6 +82,7 @@ class Reducer:
         self._recover()
         if torch.is_grad_enabled():
             self._hook_trainable()
+            self.drop_zeroed()
 
     def _hook_trainable(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -120,6 +121,7 @@ class Reducer:
         if self.in_backward or torch._C._current_graph_task_id() == -1:
             return
         self._reset()
+        self.drop_zeroed()
         self.in_backward = True
         with torch._C.DisableTorchFunctionSubclass():
             for position, (unit, partition, index) in enumerate(self._params):
@@ -127,16 +129,22 @@ class Reducer:
                 if param.requires_grad:
                     self._waiting_for[unit] = self._waiting_for.get(unit, 0) + 1
                     self._expected.setdefault(position, 1)
-                if param.grad is None:
-                    # `model.zero_grad()` cannot reach the shards; that the placeholder is gone says it was called.
-                    for item in partition.slices[index]:
-                        item.param.grad = None
-                elif isinstance(param.grad, PartitionedGradient):
+                if isinstance(param.grad, PartitionedGradient):
                     param.grad = None  # autograd would add to it
                     self._placeholders.add(position)
         self._on_backward_begin()
         end = weakref.WeakMethod(self._end_backward)
         Variable._execution_engine.queue_callback(lambda: _call(end))
+
+    def drop_zeroed(self) -> None:
+        """Frees the shards of gradients that were set to `None`: `zero_grad` sees the placeholders only."""
+        if self.in_backward:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for _, partition, index in self._params:
+                if partition.params[index].grad is None:
+                    for item in partition.slices[index]:
+                        item.param.grad = None
 
     def _on_grad(self, position: int) -> None:
         unit, partition, index = self._params[position]

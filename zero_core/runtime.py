@@ -305,6 +305,13 @@ class Runtime:
         partition.load(index, source)
         return True
 
+    def zero_gradient(self, param: nn.Parameter) -> None:
+        """Zeroes this rank's part of the gradient."""
+        _, partition, index = self._where[id(param)]
+        for item in partition.slices[index]:
+            if item.param.grad is not None:
+                item.param.grad.zero_()
+
     def gradient_error(self, param: nn.Parameter) -> Exception:
         """The error for reading `param.grad`."""
         _, partition, index = self._where[id(param)]

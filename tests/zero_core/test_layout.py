@@ -23,9 +23,9 @@ def test_pieces_cover_each_element_once(sizes: list[tuple[int, ...]], dtype: tor
         filled = 0
         for piece in layout.pieces(rank):
             covered[layout.params[piece.index].fqn] += range(piece.start, piece.stop)
-            assert layout.params[piece.index].offset + piece.start == rank * layout.shard_numel + piece.shard_offset or (
-                piece.numel == 0
-            )
+            assert layout.params[
+                piece.index
+            ].offset + piece.start == rank * layout.shard_numel + piece.shard_offset or (piece.numel == 0)
             filled += piece.numel
         assert filled == layout.filled_numel(rank)
     assert covered == {name: list(range(tensor.numel())) for name, tensor in named}
@@ -35,7 +35,9 @@ def test_pieces_cover_each_element_once(sizes: list[tuple[int, ...]], dtype: tor
 
 
 def test_matrices_come_before_vectors_in_registration_order() -> None:
-    layout = flat_layout([("a", torch.empty(2)), ("b", torch.empty(2, 2)), ("c", torch.empty(3)), ("d", torch.empty(1, 1))], 2)
+    layout = flat_layout(
+        [("a", torch.empty(2)), ("b", torch.empty(2, 2)), ("c", torch.empty(3)), ("d", torch.empty(1, 1))], 2
+    )
     assert [p.fqn for p in layout.params] == ["b", "d", "a", "c"]
 
 

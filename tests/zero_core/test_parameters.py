@@ -186,7 +186,9 @@ def plain_modules_on_meta_use_reset_parameters(stage: int) -> None:
     optimizer = engine.bind(torch.optim.SGD(model.parameters(), lr=0.1))
     squared(model, random_batch(6, 5, seed=dist.get_rank())).backward()
     optimizer.step()
-    assert torch.isfinite(torch.cat([v.flatten().float() for v in engine.full_state_dict(all_ranks=True).values()])).all()
+    assert torch.isfinite(
+        torch.cat([v.flatten().float() for v in engine.full_state_dict(all_ranks=True).values()])
+    ).all()
 
     class Custom(nn.Module):
         def __init__(self) -> None:
@@ -273,9 +275,7 @@ def methods_other_than_forward(stage: int) -> None:
 
     ids = torch.randint(0, 11, (6, 4))
     pair = Pair(Encoder(), stage, unit_numel=1)
-    pair.backward(
-        lambda m, x: (pair.engine.run(m.encode, x) if m is pair.model else m.encode(x)).square().mean(), ids
-    )
+    pair.backward(lambda m, x: (pair.engine.run(m.encode, x) if m is pair.model else m.encode(x)).square().mean(), ids)
     pair.check_gradients()
     pair.step()
     pair.check_weights()
