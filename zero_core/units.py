@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -10,7 +10,7 @@ from torch import nn
 from zero_core.config import ZeroConfig
 
 
-@dataclass
+@dataclass(eq=False)
 class UnitSpec:
     """A unit before it has memory.
 
@@ -44,6 +44,23 @@ class Partitioning:
     borrowers: tuple[tuple[nn.Module, tuple[UnitSpec, ...]], ...]
 
 
+@dataclass(frozen=True)
+class _Use:
+    """One place where a module holds a parameter.
+
+    Attributes:
+        fqn: name of the parameter there.
+        param: the parameter.
+        caller: the module whose call reads it.
+        block: path of the enclosing block, if any.
+    """
+
+    fqn: str
+    param: nn.Parameter
+    caller: nn.Module
+    block: str | None
+
+
 def find(model: nn.Module, config: ZeroConfig) -> Partitioning:
     """Divides the parameters of `model` into units.
 
@@ -51,47 +68,40 @@ def find(model: nn.Module, config: ZeroConfig) -> Partitioning:
         ValueError: a class in `config.unit_classes` matches no module.
     """
     blocks = _blocks(model, config)
-    specs: dict[nn.Module, UnitSpec] = {module: UnitSpec(path, [module]) for path, module in blocks.items()}
-    rest: list[tuple[str, nn.Module]] = []
-    users: list[tuple[nn.Module, str, nn.Parameter, UnitSpec | None]] = []
-    owned: set[nn.Parameter] = set()
-    for path, module, caller, block in _walk(model, "", None, blocks):
-        params = [(f"{path}.{name}" if path else name, p) for name, p in module._parameters.items() if p is not None]
-        spec = specs[block] if block is not None else None
-        users += [(caller, name, param, spec) for name, param in params]
-        if spec is None and any(param not in owned for _, param in params):
-            rest.append((path, module))
-        for name, param in params:
-            if param not in owned and spec is not None:
-                spec.params.append((name, param))
-            owned.add(param)
-    units = [spec for spec in specs.values() if spec.params]
-    units += _rest_units(model, rest, {param for spec in units for _, param in spec.params}, config)
-    order = {param: i for i, param in enumerate(model.parameters())}
+    uses = list(_uses(model, blocks))
+    first: dict[nn.Parameter, _Use] = {}
+    for use in uses:
+        first.setdefault(use.param, use)
+    specs = {path: UnitSpec(path, [module]) for path, module in blocks.items()}
+    for use in first.values():
+        if use.block is not None:
+            specs[use.block].params.append((use.fqn, use.param))
+    rest = [use for use in first.values() if use.block is None]
+    units = [*(spec for spec in specs.values() if spec.params), *_rest_units(model, rest, config)]
+    order = {param: position for position, param in enumerate(first)}
     units.sort(key=lambda spec: order[spec.params[0][1]])
-    return Partitioning(tuple(units), tuple(_borrowers(model, users, units)))
+    return Partitioning(tuple(units), tuple(_borrowers(model, uses, units, blocks)))
 
 
-def _walk(
-    model: nn.Module, path: str, block: nn.Module | None, blocks: dict[str, nn.Module]
-) -> Iterator[tuple[str, nn.Module, nn.Module, nn.Module | None]]:
-    """Yields (path, module, module whose call uses its parameters, enclosing block) in registration order."""
+def _uses(model: nn.Module, blocks: dict[str, nn.Module]) -> Iterator[_Use]:
+    """Yields every use of a parameter in registration order, tied ones several times."""
     seen: set[nn.Module] = set()
 
-    def visit(
-        path: str, module: nn.Module, caller: nn.Module, block: nn.Module | None
-    ) -> Iterator[tuple[str, nn.Module, nn.Module, nn.Module | None]]:
+    def visit(path: str, module: nn.Module, caller: nn.Module, block: str | None) -> Iterator[_Use]:
         if module in seen:
             return
         seen.add(module)
         # A ParameterList is never called itself: its parent reads the parameters.
         caller = caller if isinstance(module, (nn.ParameterList, nn.ParameterDict)) else module
-        block = blocks.get(path, block)
-        yield path, module, caller, block
+        block = path if path in blocks else block
+        prefix = f"{path}." if path else ""
+        for name, param in module._parameters.items():
+            if param is not None:
+                yield _Use(f"{prefix}{name}", param, caller, block)
         for name, child in module.named_children():
-            yield from visit(f"{path}.{name}" if path else name, child, caller, block)
+            yield from visit(f"{prefix}{name}", child, caller, block)
 
-    yield from visit(path, model, model, block)
+    yield from visit("", model, model, None)
 
 
 def _blocks(model: nn.Module, config: ZeroConfig) -> dict[str, nn.Module]:
@@ -131,51 +141,46 @@ def _repeated_blocks(module: nn.Module, path: str = "") -> Iterator[tuple[str, n
             yield from _repeated_blocks(child, child_path)
 
 
-def _rest_units(
-    model: nn.Module, rest: list[tuple[str, nn.Module]], owned: set[nn.Parameter], config: ZeroConfig
-) -> list[UnitSpec]:
-    """Units for what no block covers: large leaves alone, the others together, by size where they are many."""
-    units: list[UnitSpec] = []
-    small: list[UnitSpec] = []
-    for path, module in rest:
-        params = []
-        for name, param in module._parameters.items():
-            if param is not None and param not in owned:
-                owned.add(param)
-                params.append((f"{path}.{name}" if path else name, param))
-        if not params:
-            continue
-        spec = UnitSpec(path or "(root)", [module], params)
-        called = not isinstance(module, (nn.ParameterList, nn.ParameterDict)) and module is not model
-        (units if called and spec.numel >= config.unit_numel else small).append(spec)
-    if sum(spec.numel for spec in small) <= config.unit_numel:
-        if small:
-            # The model's own call needs them throughout; each module's too, for it may be called by itself.
-            callers = [model, *(module for spec in small for module in spec.modules if module is not model)]
-            units.append(UnitSpec("(rest)", callers, [item for spec in small for item in spec.params]))
-        return units
-    group = UnitSpec("")
-    for spec in small:
-        group.modules += spec.modules
-        group.params += spec.params
-        group.name = f"{group.name.split(' … ')[0]} … {spec.name}" if group.name else spec.name
-        if group.numel >= config.unit_numel:
-            units.append(group)
-            group = UnitSpec("")
-    return units + ([group] if group.params else [])
+def _rest_units(model: nn.Module, rest: list[_Use], config: ZeroConfig) -> list[UnitSpec]:
+    """Units for what no block covers: large leaves alone, the others together, divided by size where they are many."""
+    paths = {module: path for path, module in model.named_modules()}
+    leaves: dict[nn.Module, UnitSpec] = {}
+    for use in rest:
+        leaf = leaves.setdefault(use.caller, UnitSpec(paths[use.caller], [use.caller]))
+        leaf.params.append((use.fqn, use.param))
+    units = [leaf for leaf in leaves.values() if leaf.numel >= config.unit_numel and leaf.modules != [model]]
+    small = [leaf for leaf in leaves.values() if leaf not in units]
+    if sum(leaf.numel for leaf in small) > config.unit_numel:
+        return units + list(_groups(small, config.unit_numel))
+    if small:
+        # The model's own call needs them throughout; each module's too, for it may be called by itself.
+        callers = dict.fromkeys([model, *(module for leaf in small for module in leaf.modules)])
+        units.append(UnitSpec("(rest)", list(callers), [item for leaf in small for item in leaf.params]))
+    return units
+
+
+def _groups(leaves: list[UnitSpec], numel: int) -> Iterator[UnitSpec]:
+    """Joins neighbours until each group has `numel` elements."""
+    group: list[UnitSpec] = []
+    for leaf in leaves:
+        group.append(leaf)
+        if sum(member.numel for member in group) >= numel or leaf is leaves[-1]:
+            name = group[0].name if len(group) == 1 else f"{group[0].name} … {group[-1].name}"
+            yield UnitSpec(
+                name, [m for leaf in group for m in leaf.modules], [i for leaf in group for i in leaf.params]
+            )
+            group = []
 
 
 def _borrowers(
-    model: nn.Module,
-    users: list[tuple[nn.Module, str, nn.Parameter, UnitSpec | None]],
-    units: Iterable[UnitSpec],
+    model: nn.Module, uses: list[_Use], units: list[UnitSpec], blocks: dict[str, nn.Module]
 ) -> Iterator[tuple[nn.Module, tuple[UnitSpec, ...]]]:
-    owner = {param: spec for spec in units for _, param in spec.params}
-    borrowed: dict[nn.Module, dict[int, UnitSpec]] = {}
-    for caller, _, param, spec in users:
-        owning = owner[param]
-        covered = owning is spec or caller in owning.modules or model in owning.modules
-        if not covered:
-            borrowed.setdefault(caller, {})[id(owning)] = owning
+    owners = {param: spec for spec in units for _, param in spec.params}
+    borrowed: dict[nn.Module, dict[str, UnitSpec]] = {}
+    for use in uses:
+        owner = owners[use.param]
+        callers = (use.caller, model, blocks[use.block] if use.block is not None else model)
+        if not any(module in owner.modules for module in callers):
+            borrowed.setdefault(use.caller, {})[owner.name] = owner
     for module, specs in borrowed.items():
         yield module, tuple(specs.values())
