@@ -47,7 +47,9 @@ def run(args: argparse.Namespace) -> None:
         rank = dist.get_rank()
         # A throw-away model first: modules and code pages that the variant's first step pulls in belong to the
         # process, and are not what the variant holds for this model.
-        _peers.build(args.worker, _llama(args, tiny=True)).step(_batch(args, rank, tiny=True))
+        throw_away = _peers.build(args.worker, _llama(args, tiny=True))
+        throw_away.step(_batch(args, rank, tiny=True))
+        del throw_away
         dist.barrier()
         _trim()
         resident_before = _status_bytes("VmRSS")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -66,16 +65,14 @@ class BoundOptimizer:
         self._slices: list[list[nn.Parameter]] = []
         self._show_slices()
         self._show_params()
-        # Weak: hooks live in the user's optimizer, which may outlive the engine.
-        begin, end = weakref.WeakMethod(self._on_step), weakref.WeakMethod(self._on_stepped)
-        slices, params = weakref.WeakMethod(self._show_slices), weakref.WeakMethod(self._show_params)
+        # The optimizer's hooks are what keeps this object (and the engine) alive.
         self._handles = [
-            optimizer.register_step_pre_hook(lambda *_: _call(begin)),
-            optimizer.register_step_post_hook(lambda *_: _call(end)),
-            optimizer.register_state_dict_pre_hook(lambda *_: _call(slices)),
-            optimizer.register_state_dict_post_hook(lambda *_: _call(params)),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: _call(slices)),
-            optimizer.register_load_state_dict_post_hook(lambda *_: _call(params)),
+            optimizer.register_step_pre_hook(lambda *_: self._on_step()),
+            optimizer.register_step_post_hook(lambda *_: self._on_stepped()),
+            optimizer.register_state_dict_pre_hook(lambda *_: self._show_slices()),
+            optimizer.register_state_dict_post_hook(lambda *_: self._show_params()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self._show_slices()),
+            optimizer.register_load_state_dict_post_hook(lambda *_: self._show_params()),
         ]
 
     @property
@@ -206,8 +203,3 @@ def _choose_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:
         step = optimizer.state.get(param, {}).get("step")
         if isinstance(step, Tensor):
             optimizer.state[param]["step"] = step.to(device=param.device, dtype=torch.float32)
-
-
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    if (function := method()) is not None:
-        function()

@@ -31,6 +31,14 @@ class SavedView:
     tensor: Tensor
 
 
+@dataclass(frozen=True)
+class SavedByCaller:
+    """What hooks that surround the region made of a tensor that is not the engine's."""
+
+    packed: Any
+    unpack: Callable[[Any], Tensor]
+
+
 class Runtime:
     """Brings weights in for their use and lets them go afterwards.
 
@@ -66,6 +74,7 @@ class Runtime:
         self._by_storage: dict[int, Unit] = {}
         self._depth = 0
         self._saving: saved_tensors_hooks | None = None
+        self._outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
         self._active: Counter[Unit] = Counter()
         self._outstanding: Counter[Unit] = Counter()
         self._full = 0
@@ -143,6 +152,8 @@ class Runtime:
         if self._stage.shards_parameters and not torch.compiler.is_compiling():
             parts = [(part.buffer, unit) for unit in self._units for part in unit.partitions if part.layout.numel]
             self._by_storage = {buffer.tensor.untyped_storage()._cdata: unit for buffer, unit in parts}
+            # Only the topmost hooks are called, so those of the caller (say, offloading of activations) go on from here.
+            self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
             self._saving = saved_tensors_hooks(self._pack, self._unpack)
             self._saving.__enter__()
 
@@ -227,20 +238,24 @@ class Runtime:
 
     # -- backward ------------------------------------------------------------------------------------------------
 
-    def _pack(self, tensor: Tensor) -> Tensor | SavedView:
-        if tensor.layout is not torch.strided:
+    def _pack(self, tensor: Tensor) -> SavedView | SavedByCaller | Tensor:
+        if tensor.layout is torch.strided:
+            unit = self._by_storage.get(tensor.untyped_storage()._cdata)
+            if unit is not None:
+                return SavedView(unit, tensor)
+        if self._outer is None:
             return tensor
-        unit = self._by_storage.get(tensor.untyped_storage()._cdata)
-        return tensor if unit is None else SavedView(unit, tensor)
+        pack, unpack = self._outer
+        return SavedByCaller(pack(tensor), unpack)
 
-    def _unpack(self, saved: Tensor | SavedView) -> Tensor:
+    def _unpack(self, saved: SavedView | SavedByCaller | Tensor) -> Tensor:
         if isinstance(saved, SavedView):
             if self._in_backward:
                 self.on_backward()
                 self._hold = self._hold or torch.is_grad_enabled()
             self.use(saved.unit)
             return saved.tensor
-        return saved
+        return saved.unpack(saved.packed) if isinstance(saved, SavedByCaller) else saved
 
     def begin_backward(self) -> None:
         """The first event of a backward."""

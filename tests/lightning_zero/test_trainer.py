@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def plain(family: str, optimizer: str, steps: int, **options: Any) -> tuple[list
     return _plain(family, optimizer, steps, tuple(sorted(options.items())))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _plain(family: str, optimizer: str, steps: int, options: tuple[tuple[str, Any], ...]) -> Any:
     chosen = dict(options)
     model = models.build(family)
@@ -462,7 +462,7 @@ def test_names_are_registered() -> None:
 def test_mixed_precision_is_refused_with_a_reason() -> None:
     import pytest
 
-    with pytest.raises(ValueError, match="full precision.*32-true"):
+    with pytest.raises(ValueError, match=r"full precision.*32-true"):
         pl.Trainer(accelerator="cpu", devices=2, strategy="zero3", precision="bf16-mixed", logger=False)
 
 

@@ -445,6 +445,35 @@ def weights_exported_through_numpy(stage: int) -> None:
 
 
 @cases
+def saved_tensor_hooks_around_and_inside_the_forward(stage: int) -> None:
+    """Activation offloading of the user's own still sees the activations."""
+    pair = Pair(nn.Sequential(Block(), Block()), stage, **SMALL)
+    packed: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor.clone()
+
+    def offloaded(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            return squared(model, x)
+
+    pair.backward(offloaded, random_batch(6, 5))
+    pair.check_gradients()
+    assert len(packed) > 20
+
+    def saved_on_cpu(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            h = model[0](x)
+        return model[1](h).square().mean()
+
+    pair.plain_optimizer.zero_grad()
+    pair.optimizer.zero_grad()
+    pair.backward(saved_on_cpu, random_batch(6, 5))
+    pair.check_gradients()
+
+
+@cases
 def several_dtypes_in_one_block(stage: int) -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:

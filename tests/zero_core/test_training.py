@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import torch
@@ -332,6 +333,22 @@ def the_fused_step_is_chosen_where_the_user_left_it_open(stage: int) -> None:
     engine = shard(model, ZeroConfig(stage=stage))
     asked = engine.bind(torch.optim.AdamW(model.parameters(), foreach=True))
     assert asked.param_groups[0]["fused"] is None
+
+
+@cases
+def nobody_has_to_keep_the_engine(stage: int) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    shard(model, ZeroConfig(stage=stage, **SMALL)).bind(optimizer)
+    losses = []
+    for _ in range(3):
+        gc.collect()
+        loss = squared(model, random_batch(6, 5))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[2] < losses[1] < losses[0]
 
 
 @cases
