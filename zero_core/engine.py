@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from zero_core import clipping, memory, placeholder, state_dict, units
 from zero_core.collectives import Collectives, Traffic
 from zero_core.config import ZeroConfig
+from zero_core.flat_buffer import BufferPool
 from zero_core.materialize import materialize, materialize_buffers
 from zero_core.optimizer import BoundOptimizer
 from zero_core.reducer import Reducer
@@ -53,18 +54,19 @@ def shard(
     target = _device_of(model, device)
     collectives = Collectives(process_group, target)
     partitioning = units.find(model, config)
+    pool = BufferPool()
     built: dict[int, Unit] = {}
     tag = 0
     for index, spec in enumerate(partitioning.units):
         materialize(model, spec, target)
-        unit = Unit(spec, index, tag, collectives, config.zero_stage)
+        unit = Unit(spec, index, tag, collectives, config.zero_stage, pool)
         tag += len(unit.partitions)
         built[id(spec)] = unit
         unit.reshard()  # before the next one is made, so that no more than one is whole
     materialize_buffers(model, target)
     collectives.broadcast([b.data for b in model.buffers()])
     borrowers = [(module, tuple(built[id(spec)] for spec in specs)) for module, specs in partitioning.borrowers]
-    runtime = Runtime(model, list(built.values()), borrowers, collectives, config)
+    runtime = Runtime(model, list(built.values()), borrowers, pool, collectives, config)
     return ZeroEngine(model, config, list(built.values()), runtime, collectives)
 
 
@@ -321,7 +323,7 @@ class ZeroEngine:
             self.rank,
             self.world_size,
             self._steps,
-            memory.held(self._units, stage, self.world_size, states),
+            memory.held(self._units, stage, self.world_size, self._runtime.spare_nbytes, states),
             memory.sent(self._units, stage, self.world_size, self._last_step),
         )
 

@@ -77,9 +77,9 @@ class Report:
 
 
 def held(
-    units: Sequence[Unit], stage: ZeroStage, world_size: int, optimizer_state: Iterable[Tensor]
+    units: Sequence[Unit], stage: ZeroStage, world_size: int, spare: int, optimizer_state: Iterable[Tensor]
 ) -> tuple[Held, ...]:
-    """Scans what this rank holds now."""
+    """Scans what this rank holds now; `spare` bytes are kept for the next gather."""
     partitions = [partition for unit in units for partition in unit.partitions]
     whole = sum(p.layout.numel * p.layout.dtype.itemsize for p in partitions)
     trainable = sum(p.layout.numel * p.layout.dtype.itemsize for p in partitions if p.is_trainable)
@@ -90,7 +90,7 @@ def held(
     optimizer = sum(t.numel() * t.element_size() for t in states)
     # Adam keeps two moments an element; the formula follows whatever the bound optimizers keep.
     per_element = _state_copies(states, partitions_numel=sum(_own_numel(unit) for unit in units))
-    parameters, gathered = (masters, buffers) if stage.shards_parameters else (buffers, 0)
+    parameters, gathered = (masters, buffers + spare) if stage.shards_parameters else (buffers, 0)
     return (
         Held("parameters", parameters, whole // world_size if stage.shards_parameters else whole),
         Held("gathered", gathered, 0),

@@ -20,6 +20,7 @@ from zero_core import placeholder
 from zero_core.collectives import Collectives
 from zero_core.config import ZeroConfig
 from zero_core.errors import PartitionedParameterError
+from zero_core.flat_buffer import BufferPool, FlatBuffer
 from zero_core.unit import Partition, Unit, UnitState
 
 
@@ -28,7 +29,10 @@ class SavedView:
     """What autograd keeps instead of a view of a unit's weights: enough to make the view again."""
 
     unit: Unit
-    tensor: Tensor
+    buffer: FlatBuffer
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class Runtime:
         model: the root module.
         units: the engine's units.
         borrowers: modules that use parameters of units that are not theirs.
+        pool: memory of the whole weights.
         collectives: the engine's sends.
         config: stage and prefetch.
     """
@@ -60,6 +65,7 @@ class Runtime:
         model: nn.Module,
         units: Sequence[Unit],
         borrowers: Sequence[tuple[nn.Module, tuple[Unit, ...]]],
+        pool: BufferPool,
         collectives: Collectives,
         config: ZeroConfig,
     ) -> None:
@@ -71,7 +77,8 @@ class Runtime:
         self._where: dict[int, tuple[Unit, Partition, int]] = {
             id(p): (u, part, i) for u in units for part in u.partitions for i, p in enumerate(part.params)
         }
-        self._by_storage: dict[int, Unit] = {}
+        self._pool = pool
+        self._unit_of = {part.buffer: unit for unit in units for part in unit.partitions}
         self._depth = 0
         self._saving: saved_tensors_hooks | None = None
         self._outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
@@ -79,8 +86,6 @@ class Runtime:
         self._outstanding: Counter[Unit] = Counter()
         self._full = 0
         self._loading = False
-        # A backward that builds a graph leaves raw views behind; then weights stay until one that does not has ended.
-        self._hold = False
         self._buffers_changed = False
         self._trace: list[Unit] = []
         self._expected: dict[bool, list[Unit]] = {False: [], True: []}
@@ -150,8 +155,6 @@ class Runtime:
         self._begin_trace(backward=False)
         # Whether gradients are on may change inside the region, so the hooks are always set.
         if self._stage.shards_parameters and not torch.compiler.is_compiling():
-            parts = [(part.buffer, unit) for unit in self._units for part in unit.partitions if part.layout.numel]
-            self._by_storage = {buffer.tensor.untyped_storage()._cdata: unit for buffer, unit in parts}
             # Only the topmost hooks are called, so those of the caller (say, offloading of activations) go on from here.
             self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
             self._saving = saved_tensors_hooks(self._pack, self._unpack)
@@ -166,13 +169,8 @@ class Runtime:
         for tensor in grads:
             if tensor.grad_fn is not None:
                 tensor.register_hook(_weak_hook(self.on_backward))
-        # The last unit's weights are what backward needs first.
-        keep = self._units_in_use[-1:] if grads else []
-        self._reshard_idle(keep)
-
-    @property
-    def _units_in_use(self) -> list[Unit]:
-        return self._trace
+        # The last units' weights are what backward needs first.
+        self.reshard(self._trace[-2:] if grads else ())
 
     @property
     def _in_backward(self) -> bool:
@@ -184,7 +182,8 @@ class Runtime:
         """Makes `unit`'s weights whole, lets go of idle ones first, and gathers ahead what comes next."""
         if unit.state is not UnitState.GATHERED:
             if not self._in_backward:
-                self._reshard_idle([unit, *self._next(unit)])
+                # Two units at a time: this one and the next, or at the end of the pass the one before.
+                self._reshard_idle([unit, *(self._next(unit) or self._trace[-1:])])
             unit.gather()
         if self._stage.shards_parameters and (not self._trace or self._trace[-1] is not unit):
             self._trace.append(unit)
@@ -214,19 +213,25 @@ class Runtime:
 
     def release(self, unit: Unit) -> None:
         """Lets go of `unit` in backward: nothing there reads its weights any more."""
-        if not self._active[unit] and not self._full and not self._hold:
+        if not self._active[unit] and not self._full:
             unit.reshard()
 
     def _reshard_idle(self, keep: Sequence[Unit] = ()) -> None:
-        if not self._stage.shards_parameters or self._full or self._hold:
+        if not self._stage.shards_parameters or self._full:
             return
         for unit in self._units:
             if unit.state is not UnitState.SHARDED and not self._active[unit] and unit not in keep:
                 unit.reshard()
 
-    def reshard(self) -> None:
-        """Lets go of every unit that no running module uses (after a step, the gathered weights are old)."""
-        self._reshard_idle()
+    @property
+    def spare_nbytes(self) -> int:
+        """Bytes kept for the next gather."""
+        return self._pool.spare_nbytes
+
+    def reshard(self, keep: Sequence[Unit] = ()) -> None:
+        """Lets go of every unit that no running module uses, but for `keep`, and of their memory."""
+        self._reshard_idle(keep)
+        self._pool.clear()
 
     def _begin_trace(self, backward: bool) -> None:
         self._trace = []
@@ -239,10 +244,11 @@ class Runtime:
     # -- backward ------------------------------------------------------------------------------------------------
 
     def _pack(self, tensor: Tensor) -> SavedView | SavedByCaller | Tensor:
-        if tensor.layout is torch.strided:
-            unit = self._by_storage.get(tensor.untyped_storage()._cdata)
-            if unit is not None:
-                return SavedView(unit, tensor)
+        buffer = self._pool.owner(tensor) if tensor.layout is torch.strided else None
+        # What sees the memory as another dtype stays a view; it keeps that memory for itself.
+        if buffer is not None and tensor.dtype == buffer.layout.dtype and not tensor.is_conj():
+            offset = int(tensor.storage_offset())
+            return SavedView(self._unit_of[buffer], buffer, tensor.size(), tensor.stride(), offset)
         if self._outer is None:
             return tensor
         pack, unpack = self._outer
@@ -252,9 +258,8 @@ class Runtime:
         if isinstance(saved, SavedView):
             if self._in_backward:
                 self.on_backward()
-                self._hold = self._hold or torch.is_grad_enabled()
             self.use(saved.unit)
-            return saved.tensor
+            return saved.buffer.tensor.as_strided(saved.size, saved.stride, saved.offset)
         return saved.unpack(saved.packed) if isinstance(saved, SavedByCaller) else saved
 
     def begin_backward(self) -> None:
@@ -265,8 +270,7 @@ class Runtime:
         """The last event of a backward."""
         self._end_trace()
         self._outstanding.clear()
-        self._hold = self._hold and torch.is_grad_enabled()
-        self._reshard_idle()
+        self.reshard()
         self._begin_trace(backward=False)
 
     def unit_done(self, unit: Unit) -> None:
@@ -375,7 +379,7 @@ class Runtime:
                             partition.keep_own_part()
                 self.publish(self._units)
             else:
-                self._reshard_idle()
+                self.reshard()
         if changed and not writeback and self._stage.shards_parameters:
             raise RuntimeError(
                 f"parameter '{changed[0]}' was written inside full_params(writeback=False) on rank "
@@ -402,7 +406,7 @@ class Runtime:
             for unit in units:
                 unit.publish()
             return
-        self._reshard_idle()
+        self.reshard()  # what is gathered is old now
         for unit in units:
             if unit.state is not UnitState.SHARDED:  # a step inside a training step that is still running
                 unit.gather()

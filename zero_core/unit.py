@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zero_core.collectives import Collectives, Pending, flat_view
 from zero_core.config import ZeroStage
-from zero_core.flat_buffer import FlatBuffer
+from zero_core.flat_buffer import BufferPool, FlatBuffer
 from zero_core.layout import FlatLayout, Piece, flat_layout
 from zero_core.placeholder import PartitionedGradient, PartitionedParameter, placeholder_values
 from zero_core.units import UnitSpec
@@ -49,6 +49,7 @@ class Partition:
         collectives: the engine's sends.
         stage: what is partitioned.
         tag: number of the buffer among the engine's, the same on every rank.
+        pool: memory for the whole weights.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Partition:
         collectives: Collectives,
         stage: ZeroStage,
         tag: int,
+        pool: BufferPool,
     ) -> None:
         self.layout: FlatLayout = flat_layout(named_params, collectives.world_size)
         by_name = dict(named_params)
@@ -66,7 +68,9 @@ class Partition:
         self._collectives = collectives
         self._classes = [type(param) for param in self.params]
         with torch.inference_mode(False), torch.no_grad():
-            self.buffer = FlatBuffer(self.layout, self.params[0].device)
+            self.buffer = FlatBuffer(self.layout, self.params[0].device, pool)
+            self.buffer.allocate()
+            self.buffer.tensor[self.layout.numel :].zero_()
             for view, param in zip(self.buffer.views, self.params, strict=True):
                 view.copy_(param.detach())
             # One rank's values for all, as DDP does: seeds may differ between ranks.
@@ -87,7 +91,7 @@ class Partition:
         self.show_views()
 
     def _cut(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
-        limit = _CPU_SLICE_NUMEL if self.buffer.tensor.device.type == "cpu" else 2**62
+        limit = _CPU_SLICE_NUMEL if self.buffer.device.type == "cpu" else 2**62
         for piece in pieces:
             for start in range(piece.start, max(piece.stop, 1), limit):
                 stop = min(start + limit, piece.stop)
@@ -103,9 +107,8 @@ class Partition:
         """Starts filling the buffer from all ranks' masters."""
         with torch.no_grad():
             self.buffer.allocate()
-            own = self.buffer.shard(self._collectives.rank)
-            if own.data_ptr() != self.master.data_ptr():
-                own.copy_(self.master)
+            if self._stage.shards_parameters:
+                self.buffer.shard(self._collectives.rank).copy_(self.master)
             self._gathering = self._collectives.all_gather(
                 self.layout, self.buffer.tensor, self.tag, self.layout.params[0].fqn
             )
@@ -123,7 +126,7 @@ class Partition:
             param.data = view
 
     def show_placeholders(self) -> None:
-        """Points the parameters at placeholders; whatever still views the buffer keeps its (freed) storage."""
+        """Points the parameters at placeholders."""
         for param, values in zip(self.params, self._placeholders, strict=True):
             param.data = values
         self.guard()
@@ -143,9 +146,8 @@ class Partition:
 
     def keep_own_part(self) -> None:
         """Takes this rank's elements of the gathered weights over into the master (what a user wrote there)."""
-        own = self.buffer.shard(self._collectives.rank)
-        if own.data_ptr() != self.master.data_ptr():
-            self.master.copy_(own)
+        if self._stage.shards_parameters:
+            self.master.copy_(self.buffer.shard(self._collectives.rank))
 
     def start_reduce(self) -> None:
         """Starts averaging what waits in `grads`; missing ones count as zeros."""
@@ -240,9 +242,18 @@ class Unit:
         first_tag: number of its first buffer; the others follow.
         collectives: the engine's sends.
         stage: what is partitioned.
+        pool: memory for the whole weights.
     """
 
-    def __init__(self, spec: UnitSpec, index: int, first_tag: int, collectives: Collectives, stage: ZeroStage) -> None:
+    def __init__(
+        self,
+        spec: UnitSpec,
+        index: int,
+        first_tag: int,
+        collectives: Collectives,
+        stage: ZeroStage,
+        pool: BufferPool,
+    ) -> None:
         self.name = spec.name
         self.index = index
         self.modules = list(spec.modules)
@@ -251,7 +262,7 @@ class Unit:
         for fqn, param in spec.params:
             groups.setdefault((param.dtype, param.requires_grad), []).append((fqn, param))
         self.partitions = [
-            Partition(named, collectives, stage, first_tag + i) for i, named in enumerate(groups.values())
+            Partition(named, collectives, stage, first_tag + i, pool) for i, named in enumerate(groups.values())
         ]
         self.state = UnitState.GATHERED
 

