@@ -78,6 +78,10 @@ class FlatBuffer:
             raise AssertionError("the buffer was read while it has no memory")
         return self._tensor
 
+    def view(self, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Tensor:
+        """A view; `offset` counts elements from the start of the buffer."""
+        return self.tensor.as_strided(size, stride, self.tensor.storage_offset() + offset)
+
     def shard(self, rank: int) -> Tensor:
         """The 1-D view of `rank`'s elements, padding included."""
         start = rank * self.layout.shard_numel
@@ -92,9 +96,9 @@ class FlatBuffer:
         """Takes memory; the contents are undefined until filled."""
         if self._tensor is None:
             layout = self.layout
-            self._tensor = tensor = self._pool.take(self, layout.padded_numel, layout.dtype, self.device)
+            self._tensor = self._pool.take(self, layout.padded_numel, layout.dtype, self.device)
             with torch.inference_mode(False):
-                self.views = [tensor.as_strided(p.shape, p.stride, p.offset) for p in layout.params]
+                self.views = [self.view(p.shape, p.stride, p.offset) for p in layout.params]
 
     def free(self) -> None:
         """Gives the memory back. Parameters must point elsewhere by now; other views keep what they see."""

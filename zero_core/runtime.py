@@ -247,7 +247,7 @@ class Runtime:
         buffer = self._pool.owner(tensor) if tensor.layout is torch.strided else None
         # What sees the memory as another dtype stays a view; it keeps that memory for itself.
         if buffer is not None and tensor.dtype == buffer.layout.dtype and not tensor.is_conj():
-            offset = int(tensor.storage_offset())
+            offset = int(tensor.storage_offset() - buffer.tensor.storage_offset())
             return SavedView(self._unit_of[buffer], buffer, tensor.size(), tensor.stride(), offset)
         if self._outer is None:
             return tensor
@@ -259,7 +259,7 @@ class Runtime:
             if self._in_backward:
                 self.on_backward()
             self.use(saved.unit)
-            return saved.buffer.tensor.as_strided(saved.size, saved.stride, saved.offset)
+            return saved.buffer.view(saved.size, saved.stride, saved.offset)
         return saved.unpack(saved.packed) if isinstance(saved, SavedByCaller) else saved
 
     def begin_backward(self) -> None:

@@ -211,14 +211,9 @@ class Partition:
     @property
     def grad_nbytes(self) -> int:
         """Bytes of gradients held now: whole ones waiting or in flight, and the shard behind the slices' `.grad`."""
-        whole = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in self._whole_grads()}
-        shards = {
-            item.param.grad.untyped_storage().data_ptr(): item.param.grad.untyped_storage().nbytes()
-            for items in self.slices
-            for item in items
-            if item.param.grad is not None
-        }
-        return sum(whole.values()) + sum(shards.values())
+        whole = {g.untyped_storage().data_ptr(): g.numel() * g.element_size() for g in self._whole_grads()}
+        has_shard = any(item.param.grad is not None for items in self.slices for item in items)
+        return sum(whole.values()) + (self.master.numel() * self.master.element_size() if has_shard else 0)
 
     def _whole_grads(self) -> Iterator[Tensor]:
         with torch._C.DisableTorchFunctionSubclass():
