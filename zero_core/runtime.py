@@ -170,7 +170,7 @@ class Runtime:
             if tensor.grad_fn is not None:
                 tensor.register_hook(_weak_hook(self.on_backward))
         # The last units' weights are what backward needs first.
-        self.reshard(self._trace[-2:] if grads else ())
+        self.reshard(self._last(2) if grads else ())
 
     @property
     def _in_backward(self) -> bool:
@@ -183,12 +183,20 @@ class Runtime:
         if unit.state is not UnitState.GATHERED:
             if not self._in_backward:
                 # Two units at a time: this one and the next, or at the end of the pass the one before.
-                self._reshard_idle([unit, *(self._next(unit) or self._trace[-1:])])
+                self._reshard_idle([unit, *(self._next(unit) or self._last(1))])
             unit.gather()
         if self._stage.shards_parameters and (not self._trace or self._trace[-1] is not unit):
             self._trace.append(unit)
-            for ahead in self._next(unit):
+            following = self._next(unit)
+            for ahead in following:
                 ahead.start_gather()
+            if not following:
+                self._pool.clear()  # nobody's turn is next
+
+    def _last(self, count: int) -> list[Unit]:
+        """The units used last; the model's own, small and used throughout, count only where there are no others."""
+        used = list(dict.fromkeys(reversed(self._trace)))
+        return [unit for unit in used if unit not in self._root_units][:count] or used[:count]
 
     def _next(self, unit: Unit) -> list[Unit]:
         """The sharded units to gather ahead of their use, by the order of the last pass and the byte budget."""

@@ -171,7 +171,8 @@ class Pair:
             optimizer.step()
             optimizer.zero_grad()
 
-    def check_gradients(self, tolerance: float = 2e-6) -> None:
+    def check_gradients(self, tolerance: float = 5e-6) -> None:
+        """Fp32 rounding (6e-8) a few dozen times over: deep or recurrent graphs, after steps that rounded as well."""
         expected = [p.grad for p in self.plain.parameters()]
         error = distance([self.engine.full_grad(p) for p in self.model.parameters()], expected)
         assert error < tolerance, f"a gradient is off by {error:.1e}"

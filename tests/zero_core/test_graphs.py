@@ -487,10 +487,10 @@ def several_dtypes_in_one_block(stage: int) -> None:
 
     pair = Pair(Mixed(), stage)
     for step in range(3):
-        pair.backward(squared, random_batch(6, 5, seed=step))
-        pair.check_gradients(tolerance=6e-2)  # bf16 rounds at 4e-3, and the sum of a few rows cancels
+        pair.backward(squared, random_batch(24, 5, seed=step))
+        pair.check_gradients(tolerance=1e-1)  # bf16 rounds at 4e-3, and sums of a few rows of either sign cancel
         pair.step()
-        pair.check_weights(tolerance=1e-2)
+        pair.check_weights(tolerance=3e-2)  # a few last places of a weight around 1
     assert [p.dtype for p in pair.model.parameters()] == [p.dtype for p in pair.plain.parameters()]
 
 
