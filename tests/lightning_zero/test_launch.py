@@ -76,7 +76,7 @@ def main_job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     results = {}
     for strategy in ("ddp", "zero1", "zero2", "zero3"):
         file = folder / f"{strategy}.json"
-        options = ["--strategy", strategy, "--devices", "2", "--steps", "3", "--json", str(file)]
+        options = ["--strategy", strategy, "--devices", "2", "--steps", "2", "--json", str(file)]
         done = run(sys.executable, str(ROOT / "examples" / "finetune_minilm.py"), *options)
         assert done.returncode == 0, done.stdout
         results[strategy] = json.loads(file.read_text())

@@ -25,7 +25,7 @@ from tests.helpers.twin import largest_difference, mean_over_ranks
 from zero_core import PartitionedParameterError, ZeroStage
 
 cases = Cases(__name__)
-outcomes = cases.fixture(2, 3, timeout=280)
+outcomes = cases.fixture(2, timeout=280)
 
 STEPS = 5
 
