@@ -81,8 +81,7 @@ def held(
 ) -> tuple[Held, ...]:
     """Scans what this rank holds now; `spare` bytes are kept for the next gather."""
     partitions = [partition for unit in units for partition in unit.partitions]
-    whole = sum(p.layout.numel * p.layout.dtype.itemsize for p in partitions)
-    trainable = sum(p.layout.numel * p.layout.dtype.itemsize for p in partitions if p.is_trainable)
+    whole, trainable = _weight_nbytes(units)
     buffers = sum(p.buffer.nbytes for p in partitions)
     masters = sum(p.master.numel() * p.master.element_size() for p in partitions)
     gradients = sum(p.grad_nbytes for p in partitions)
@@ -101,13 +100,18 @@ def held(
 
 def sent(units: Sequence[Unit], stage: ZeroStage, world_size: int, traffic: Traffic) -> tuple[Sent, ...]:
     """Puts counted traffic beside the paper's volume: Ψ(N-1)/N a gather and a reduction, two gathers at stage 3."""
-    partitions = [partition for unit in units for partition in unit.partitions]
-    whole = sum(p.layout.numel * p.layout.dtype.itemsize for p in partitions)
-    trainable = sum(p.layout.numel * p.layout.dtype.itemsize for p in partitions if p.is_trainable)
+    whole, trainable = _weight_nbytes(units)
     share = (world_size - 1) / world_size
     gathers = 2 * whole if stage.shards_parameters else trainable
     formulas = {"gather": round(gathers * share), "reduce": round(trainable * share), "control": 0}
     return tuple(Sent(kind, traffic.calls[kind], traffic.bytes[kind], value) for kind, value in formulas.items())
+
+
+def _weight_nbytes(units: Sequence[Unit]) -> tuple[int, int]:
+    """Bytes of all weights and of the trainable ones, padding not counted."""
+    partitions = [partition for unit in units for partition in unit.partitions]
+    whole = sum(p.layout.numel * p.layout.dtype.itemsize for p in partitions)
+    return whole, sum(p.layout.numel * p.layout.dtype.itemsize for p in partitions if p.is_trainable)
 
 
 def _own_numel(unit: Unit) -> int:

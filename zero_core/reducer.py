@@ -231,7 +231,8 @@ class Reducer:
         return result() if self._doubtful or not all(used) else used
 
     def _show_placeholders(self, used: list[bool]) -> None:
-        positions = {(id(partition), index): at for at, (_, partition, index) in enumerate(self._params)}
+        if self._doubtful:
+            positions = {(id(partition), index): at for at, (_, partition, index) in enumerate(self._params)}
         for partition, item in self._doubtful:
             if not used[positions[id(partition), item.piece.index]]:
                 item.param.grad = None  # unused on every rank: its momentum must not drift

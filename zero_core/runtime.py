@@ -215,8 +215,6 @@ class Runtime:
             if ahead and (budget is None or nbytes > budget):
                 break
             ahead.append(candidate)
-            if budget is None:
-                break
         return ahead
 
     def release(self, unit: Unit) -> None:
