@@ -54,6 +54,9 @@ class Reducer:
             for partition in unit.partitions
             for i in range(len(partition.params))
         ]
+        self._first_position: dict[Partition, int] = {}
+        for position, (_, partition, _index) in enumerate(self._params):
+            self._first_position.setdefault(partition, position)
         self._order: list[Unit] = list(reversed(units))
         self._order_is_shared = False
         self._hooked: set[int] = set()
@@ -121,20 +124,25 @@ class Reducer:
         if self.in_backward or torch._C._current_graph_task_id() == -1:
             return
         self._reset()
-        self.drop_zeroed()
+        self.drop_zeroed()  # again: a retained graph comes here without a forward in between
         self.in_backward = True
+        self._count_trainable()
         with torch._C.DisableTorchFunctionSubclass():
-            for position, (unit, partition, index) in enumerate(self._params):
+            for position, (_, partition, index) in enumerate(self._params):
                 param = partition.params[index]
-                if param.requires_grad:
-                    self._waiting_for[unit] = self._waiting_for.get(unit, 0) + 1
-                    self._expected.setdefault(position, 1)
                 if isinstance(param.grad, PartitionedGradient):
                     param.grad = None  # autograd would add to it
                     self._placeholders.add(position)
         self._on_backward_begin()
         end = weakref.WeakMethod(self._end_backward)
         Variable._execution_engine.queue_callback(lambda: _call(end))
+
+    def _count_trainable(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for position, (unit, partition, index) in enumerate(self._params):
+                if partition.params[index].requires_grad:
+                    self._waiting_for[unit] = self._waiting_for.get(unit, 0) + 1
+                    self._expected.setdefault(position, 1)
 
     def drop_zeroed(self) -> None:
         """Frees the shards of gradients that were set to `None`: `zero_grad` sees the placeholders only."""
@@ -231,10 +239,8 @@ class Reducer:
         return result() if self._doubtful or not all(used) else used
 
     def _show_placeholders(self, used: list[bool]) -> None:
-        if self._doubtful:
-            positions = {(id(partition), index): at for at, (_, partition, index) in enumerate(self._params)}
         for partition, item in self._doubtful:
-            if not used[positions[id(partition), item.piece.index]]:
+            if not used[self._first_position[partition] + item.piece.index]:
                 item.param.grad = None  # unused on every rank: its momentum must not drift
         with torch._C.DisableTorchFunctionSubclass():
             for at, (_, partition, index) in enumerate(self._params):
@@ -260,11 +266,11 @@ class Reducer:
         if not self.has_local_grads:
             return
         self._reset()
+        self._count_trainable()
         with torch._C.DisableTorchFunctionSubclass():
-            for position, (unit, partition, index) in enumerate(self._params):
-                if partition.params[index].requires_grad:
-                    self._waiting_for[unit] = self._waiting_for.get(unit, 0) + 1
-                    self._reports[position] += partition.params[index].grad is not None
+            for position, (_, partition, index) in enumerate(self._params):
+                param = partition.params[index]
+                self._reports[position] += param.requires_grad and param.grad is not None
         self._reduce_remaining()
         self._reset()
 
