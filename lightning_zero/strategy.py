@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.precision import ZeroPrecision
 from zero_core import ZeroConfig, ZeroEngine, ZeroStage, shard
+from zero_core.collectives import destroy_process_groups_at_exit
 
 
 class ZeroStrategy(DDPStrategy):
@@ -119,6 +120,11 @@ class ZeroStrategy(DDPStrategy):
         self._precision_plugin = plugin
 
     # -- set-up and teardown ---------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Joins the process group."""
+        super().setup_environment()
+        destroy_process_groups_at_exit()
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Shards the module, then builds and binds its optimizers (when fitting). All ranks."""

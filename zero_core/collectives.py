@@ -5,14 +5,19 @@ an all-reduce in disguise and its all-gather copies; here ranks exchange slices 
 from where they lie to where they belong, and sum them in rank order. That sends the optimal volume and gives the
 same bits on every rank and in every run. Messages carry tags, so ranks that disagree on what comes next wait
 rather than mix up two buffers of the same size.
+
+A rank posts its sends before its receives. gloo writes to the socket within the call where the peer's receive stands
+already, holding a lock for which gloo's own thread then spins on the same core; with sends first that thread writes.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -141,10 +146,9 @@ class Collectives:
                 self.traffic.add("gather", shards[self.rank].numel() * (self.world_size - 1))
                 return Pending([_all_gather_single(_as_bytes(flat), shards[self.rank], self._gather_group)])
             self.traffic.add("gather", filled[self.rank] * (self.world_size - 1))
-            works = [w for peer in self._peers() for w in self._receive(shards[peer][: filled[peer]], peer, tag)]
-            works += [
-                w for peer in self._peers() for w in self._send(shards[self.rank][: filled[self.rank]], peer, tag)
-            ]
+            own = shards[self.rank][: filled[self.rank]]
+            works = [work for peer in self._peers() for work in self._send(own, peer, tag)]
+            works += [w for peer in self._peers() for w in self._receive(shards[peer][: filled[peer]], peer, tag)]
             return Pending(works)
 
     def _receive(self, data: Tensor, peer: int, tag: int) -> list[Work]:
@@ -193,6 +197,12 @@ class Collectives:
         own = _plan(layout, rank)
         received: dict[int, Tensor] = {}
         works: list[Work] = []
+        outgoing: list[Tensor] = []
+        for peer in self._peers():
+            for message in _plan(layout, peer):
+                data = _as_bytes(_outgoing(message, flats, out, dtype))
+                outgoing.append(data)
+                works.append(_isend(data, self._ranks[peer], self._reduce_group, tag))
         for peer in self._peers():
             # The lowest peer's slice lands in the result itself; a + b == b + a keeps rank order for the first two.
             first = not received and out.dtype == dtype
@@ -200,12 +210,6 @@ class Collectives:
             for message in own:
                 data = _as_bytes(received[peer][message.start : message.stop])
                 works.append(_irecv(data, self._ranks[peer], self._reduce_group, tag))
-        outgoing: list[Tensor] = []
-        for peer in self._peers():
-            for message in _plan(layout, peer):
-                data = _as_bytes(_outgoing(message, flats, out, dtype))
-                outgoing.append(data)
-                works.append(_isend(data, self._ranks[peer], self._reduce_group, tag))
         if self.world_size > 1:
             self.traffic.add("reduce", sum(data.numel() for data in outgoing))
 
@@ -296,6 +300,23 @@ class Collectives:
         return [rank for rank in range(self.world_size) if rank != self.rank]
 
 
+@functools.cache
+def destroy_process_groups_at_exit() -> None:
+    """For hosts that leave torch's process groups to the end of the process.
+
+    gloo's threads free the tensors of their last operation, for which they need the interpreter; one that is late finds
+    it gone and aborts the process. A peer that died may keep a group from ending, so this does not wait for ever.
+    """
+
+    def destroy() -> None:
+        if dist.is_initialized():
+            thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
+            thread.start()
+            thread.join(timeout=5)
+
+    atexit.register(destroy)
+
+
 @dataclass(frozen=True)
 class _Message:
     """A run of a shard that travels as one message: one part of a large parameter, or several small ones."""
@@ -305,7 +326,7 @@ class _Message:
     pieces: tuple[Piece, ...]
 
 
-@lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)
 def _plan(layout: FlatLayout, rank: int) -> tuple[_Message, ...]:
     """How `rank`'s shard is cut into messages: the sender and the receiver derive the same cut from the layout."""
     largest = max(1, _MESSAGE_BYTES // layout.dtype.itemsize)
