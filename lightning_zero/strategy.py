@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_zero.precision import ZeroPrecision
-from zero_core import ZeroConfig, ZeroEngine, ZeroStage, shard
+from zero_core import MixedPrecision, ZeroConfig, ZeroEngine, ZeroStage, shard
 from zero_core.collectives import destroy_process_groups_at_exit
 
 
@@ -39,11 +40,12 @@ class ZeroStrategy(DDPStrategy):
         unit_numel: elements from which a leaf is a unit.
         prefetch_bytes: bytes gathered ahead.
         local_accumulation: where gradients wait under `accumulate_grad_batches`.
+        precision: a `zero_core.MixedPrecision` or its name, instead of `Trainer(precision=...)`.
         accelerator: this and the following are Lightning's own (see `DDPStrategy`).
         parallel_devices: devices of this node's processes.
         cluster_environment: how ranks find each other.
         checkpoint_io: how checkpoint files are written and read.
-        precision_plugin: full precision only.
+        precision_plugin: a `ZeroPrecision`; the Trainer makes one of `precision=...`.
         process_group_backend: torch.distributed backend; `None` for gloo on CPU and NCCL on CUDA.
         timeout: of collectives.
         start_method: how Lightning starts the other processes of a node.
@@ -61,6 +63,7 @@ class ZeroStrategy(DDPStrategy):
         unit_numel: int = ZeroConfig.unit_numel,
         prefetch_bytes: int | None = None,
         local_accumulation: bool | None = None,
+        precision: MixedPrecision | str | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -76,6 +79,7 @@ class ZeroStrategy(DDPStrategy):
             unit_numel=unit_numel,
             prefetch_bytes=prefetch_bytes,
             local_accumulation=local_accumulation,
+            precision=precision,
         )
         super().__init__(
             accelerator=accelerator,
@@ -105,19 +109,20 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     def precision_plugin(self) -> Precision:
-        """The precision plugin; Lightning's full-precision one is replaced, since it would clip by local norms."""
+        """The precision plugin: Lightning's own are replaced, since they would clip by local norms."""
         return super().precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        if plugin is None or type(plugin) is Precision:
-            plugin = ZeroPrecision()
-        if not isinstance(plugin, ZeroPrecision):
+        own = ZeroPrecision.replacing(plugin)
+        policy = self.config.mixed_precision
+        if policy is not None and own.policy not in (None, policy):
             raise ValueError(
-                f"ZeroStrategy runs in full precision: expected precision='32-true', got {type(plugin).__name__} "
-                f"(precision={getattr(plugin, 'precision', '?')!r})."
+                f"the strategy says precision={self.config.precision!r} and the Trainer precision={own.precision!r}. "
+                "Give one of them."
             )
-        self._precision_plugin = plugin
+        own.policy = own.policy or policy
+        self._precision_plugin = own
 
     # -- set-up and teardown ---------------------------------------------------------------------------------------
 
@@ -135,16 +140,18 @@ class ZeroStrategy(DDPStrategy):
         if fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
         self._failed = False
-        self.model = self.precision_plugin.convert_module(self.model)
-        self._engine = shard(self.model, self.config, device=self.root_device)
+        plugin = self.precision_plugin
+        if not isinstance(plugin, ZeroPrecision):
+            raise AssertionError("the setter takes no other")
+        config = dataclasses.replace(self.config, precision=plugin.policy)
+        self._engine = shard(self.model, config, device=self.root_device)
         self.lightning_module.to(self.root_device)  # the rest: metrics, and the module's idea of its device
         if fitting:
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
                 self._engine.bind(optimizer)
         self.setup_precision_plugin()
-        if isinstance(self.precision_plugin, ZeroPrecision):
-            self.precision_plugin.attach(self._engine)
+        plugin.attach(self._engine)
 
     def on_exception(self, exception: BaseException) -> None:
         """Remembers that ranks may be at different places, so that teardown sends nothing."""

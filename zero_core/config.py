@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Literal
 
+import torch
 from torch import nn
 
 
@@ -32,6 +34,100 @@ class ZeroStage(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MixedPrecision:
+    """In which dtypes weights are used, gradients travel and the optimizer steps (paper, section 3.1).
+
+    `MixedPrecision()` is the paper's setting in bf16: half-precision weights and gradients, fp32 masters and moments.
+    The names that hosts use make the usual policies: `MixedPrecision.named("bf16-mixed")`.
+
+    A model whose floating-point parameters are of several dtypes has decided for itself: there `param` changes nothing,
+    and only the masters of half-precision parameters are made fp32.
+
+    Args:
+        param: dtype of the weights in forward and backward.
+        master: dtype of what the optimizer steps on, keeps moments in and checkpoints hold. `None`: that of `param`
+            (pure half, or pure double).
+        reduce: dtype of gradients on their way to other ranks. `None`: that of the gradients. They are summed in fp32
+            in any case.
+        output: dtype that floating-point outputs of the model's forward are cast to. `None`: as they come.
+        buffers: dtype of floating-point buffers. `None`: as they are; rotary frequencies and running statistics suffer
+            from fewer digits.
+        rounding: how pure bf16 weights take up an update. "nearest" loses what is smaller than half the distance to the
+            next number (1/512 of a weight); "stochastic" rounds up or down with the probability that keeps the expected
+            value. It keeps moments and gradient shards in fp32.
+        nonfinite: what a step does when a gradient is not finite, on any rank: "raise" an error on all ranks before the
+            weights change, or "skip" the step, which is logged and counted in `ZeroEngine.report`. With a loss scale
+            the step is always skipped.
+        max_skips: steps skipped in a row after which the run stops with an error.
+
+    Raises:
+        ValueError: the dtypes or words do not fit together.
+    """
+
+    param: torch.dtype = torch.bfloat16
+    master: torch.dtype | None = torch.float32
+    reduce: torch.dtype | None = None
+    output: torch.dtype | None = None
+    buffers: torch.dtype | None = None
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    nonfinite: Literal["raise", "skip"] = "raise"
+    max_skips: int = 30
+
+    def __post_init__(self) -> None:
+        for name in ("param", "master", "reduce", "output", "buffers"):
+            value = getattr(self, name)
+            if not (isinstance(value, torch.dtype) and value.is_floating_point) and (
+                name == "param" or value is not None
+            ):
+                raise ValueError(f"MixedPrecision.{name} must be a floating-point torch.dtype, got {value!r}.")
+        if self.master is not None and self.master.itemsize < self.param.itemsize:
+            raise ValueError(f"master ({self.master}) must not have fewer digits than param ({self.param}).")
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ValueError(f'rounding must be "nearest" or "stochastic", got {self.rounding!r}.')
+        if self.rounding == "stochastic" and self.master_dtype is not torch.bfloat16:
+            raise ValueError(
+                f'rounding="stochastic" is for pure bf16 (param=torch.bfloat16, master=None), got param={self.param}, '
+                f"master={self.master}."
+            )
+        if self.nonfinite not in ("raise", "skip"):
+            raise ValueError(f'nonfinite must be "raise" or "skip", got {self.nonfinite!r}.')
+        if self.max_skips < 1:
+            raise ValueError(f"max_skips must be at least 1, got {self.max_skips}.")
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """The dtype of the masters."""
+        return self.param if self.master is None else self.master
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether forward runs under `torch.autocast`: half weights with masters; pure half is as the model says."""
+        return self.param.itemsize < 4 and self.master_dtype != self.param
+
+    @classmethod
+    def named(cls, name: str) -> MixedPrecision | None:
+        """The policy that Lightning and transformers mean by `name`; `None` for "32-true", the model as it is.
+
+        Args:
+            name: "bf16-mixed", "16-mixed" (fp32 masters), "bf16-true", "16-true", "64-true" or "32-true".
+
+        Raises:
+            ValueError: another name.
+        """
+        policies = {
+            "32-true": None,
+            "bf16-mixed": cls(),
+            "16-mixed": cls(param=torch.float16, nonfinite="skip"),
+            "bf16-true": cls(master=None),
+            "16-true": cls(param=torch.float16, master=None),
+            "64-true": cls(param=torch.float64, master=None),
+        }
+        if name not in policies:
+            raise ValueError(f"precision must be one of {', '.join(policies)}, got {name!r}.")
+        return policies[name]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
     """Settings of one engine. The defaults suit most models; the stage is the one to choose.
 
@@ -45,6 +141,7 @@ class ZeroConfig:
         local_accumulation: whether gradients wait whole on each rank inside `no_sync` (4 bytes per fp32
             parameter, nothing sent) or are reduced into shards by every backward. `None`: as the stage
             says, whole at stage 1 and as shards at stages 2 and 3.
+        precision: dtypes, as a policy or by its name ("bf16-mixed"). `None`: the model's own, for everything.
 
     Raises:
         ValueError: a value is out of range; the message says what was expected.
@@ -55,10 +152,12 @@ class ZeroConfig:
     unit_numel: int = 1_000_000
     prefetch_bytes: int | None = None
     local_accumulation: bool | None = None
+    precision: MixedPrecision | str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stage", _stage(self.stage))
         object.__setattr__(self, "unit_classes", _unit_classes(self.unit_classes))
+        object.__setattr__(self, "precision", _policy(self.precision))
         if self.unit_numel < 1:
             raise ValueError(f"unit_numel must be at least 1 element, got {self.unit_numel}.")
         if self.prefetch_bytes is not None and self.prefetch_bytes < 0:
@@ -68,6 +167,11 @@ class ZeroConfig:
     def zero_stage(self) -> ZeroStage:
         """The stage, as the enumeration."""
         return _stage(self.stage)
+
+    @property
+    def mixed_precision(self) -> MixedPrecision | None:
+        """The precision policy; `None` for the model's own dtypes."""
+        return _policy(self.precision)
 
     @property
     def accumulates_locally(self) -> bool:
@@ -85,6 +189,14 @@ def _stage(value: ZeroStage | int) -> ZeroStage:
             "For plain data parallelism, without ZeRO, use torch's DistributedDataParallel."
         )
     return ZeroStage(value)
+
+
+def _policy(value: MixedPrecision | str | None) -> MixedPrecision | None:
+    if isinstance(value, str):
+        return MixedPrecision.named(value)
+    if value is not None and not isinstance(value, MixedPrecision):
+        raise ValueError(f"precision must be a MixedPrecision, its name or None, got {value!r}.")
+    return value
 
 
 def _unit_classes(classes: object) -> tuple[type[nn.Module] | str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from zero_core.collectives import Collectives, Traffic
 from zero_core.config import ZeroConfig
 from zero_core.flat_buffer import BufferPool
 from zero_core.materialize import materialize, materialize_buffers
+from zero_core.nonfinite import NonFiniteGuard
 from zero_core.optimizer import BoundOptimizer
+from zero_core.precision import dtypes_of, is_uniform
 from zero_core.reducer import Reducer
 from zero_core.runtime import Runtime
 from zero_core.unit import Unit
@@ -51,6 +53,8 @@ def shard(
     """
     config = config or ZeroConfig()
     _check_model(model)
+    policy = config.mixed_precision
+    uniform = is_uniform(param.dtype for param in model.parameters())
     target = _device_of(model, device)
     collectives = Collectives(process_group, target)
     partitioning = units.find(model, config)
@@ -59,11 +63,13 @@ def shard(
     tag = 0
     for index, spec in enumerate(partitioning.units):
         materialize(model, spec, target)
-        unit = Unit(spec, index, tag, collectives, config.zero_stage, pool)
+        unit = Unit(
+            spec, index, tag, collectives, config.zero_stage, pool, lambda given: dtypes_of(given, policy, uniform)
+        )
         tag += len(unit.partitions)
         built[id(spec)] = unit
         unit.reshard()  # before the next one is made, so that no more than one is whole
-    materialize_buffers(model, target)
+    materialize_buffers(model, target, policy.buffers if policy is not None else None)
     collectives.broadcast([b.data for b in model.buffers()])
     borrowers = [(module, tuple(built[id(spec)] for spec in specs)) for module, specs in partitioning.borrowers]
     runtime = Runtime(model, list(built.values()), borrowers, pool, collectives, config)
@@ -99,6 +105,8 @@ class ZeroEngine:
         )
         runtime.on_region = self._reducer.prepare
         runtime.on_backward = self._reducer.begin_backward
+        policy = config.mixed_precision
+        self._guard = NonFiniteGuard(policy, runtime, collectives)
         self._bound: dict[int, BoundOptimizer] = {}
         self._steps = 0
         self._step_began = collectives.traffic.copy()
@@ -108,6 +116,16 @@ class ZeroEngine:
     def rank(self) -> int:
         """This rank, within the process group."""
         return self._collectives.rank
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives."""
+        return self._collectives.device
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks the model is partitioned over."""
+        return self._collectives.process_group
 
     @property
     def world_size(self) -> int:
@@ -137,20 +155,45 @@ class ZeroEngine:
                 f"this {type(optimizer).__name__} is bound already; bind each optimizer once. Parameters added by "
                 "add_param_group are taken in at the next step by themselves."
             )
-        self._bound[id(optimizer)] = BoundOptimizer(
-            optimizer, self._runtime, self._reducer.reduce_local_grads, self._stepped
-        )
+        self._bound[id(optimizer)] = BoundOptimizer(optimizer, self._runtime, self._before_step, self._stepped)
         return optimizer
 
-    def _before_step(self) -> None:
+    def _before_step(self, bound: BoundOptimizer) -> None:
         self._reducer.reduce_local_grads()
         self._reducer.drop_zeroed()
+        self._runtime.keep_changes()
+        if self._guard is not None:
+            self._guard.check(bound)
 
     def _stepped(self, units: Sequence[Unit]) -> None:
         self._runtime.publish(units)
         self._steps += 1
         self._last_step = self._collectives.traffic.since(self._step_began)
         self._step_began = self._collectives.traffic.copy()
+
+    @contextmanager
+    def showing_slices(self, optimizer: Optimizer) -> Iterator[None]:
+        """A context in which a bound optimizer's groups hold this rank's slices with their gradients. All ranks.
+
+        For code that works on what an optimizer holds, like a gradient scaler.
+        """
+        binding = self._binding(optimizer)
+        self._reducer.reduce_local_grads()
+        self._reducer.drop_zeroed()
+        with binding.showing_slices():
+            yield
+
+    def skip_step(self, optimizer: Optimizer, remark: str = "") -> None:
+        """Counts and reports a step that is left out because the gradient is not finite. All ranks.
+
+        Raises:
+            RuntimeError: too many in a row (`MixedPrecision.max_skips`).
+        """
+        self._guard.skip(self._binding(optimizer), remark)
+
+    def gradients_are_finite(self) -> AbstractContextManager[None]:
+        """A context for steps whose gradients all ranks have found finite, so that nobody looks again."""
+        return self._guard.already_checked()
 
     def _binding(self, optimizer: Optimizer) -> BoundOptimizer:
         if id(optimizer) not in self._bound:
@@ -223,8 +266,8 @@ class ZeroEngine:
         """The whole averaged gradient of a parameter of the model. All ranks.
 
         Returns:
-            a new tensor of the parameter's shape and dtype on its device, the same on all ranks; `None` where no rank
-            has a gradient.
+            a new tensor of the parameter's shape on its device, in the dtype gradients are kept in (fp32 under a policy
+            with fp32 masters), the same on all ranks; `None` where no rank has a gradient.
 
         Raises:
             ValueError: not a parameter of the model.
@@ -261,9 +304,10 @@ class ZeroEngine:
             all_ranks: whether every rank gets it, or rank 0 alone (the others get `{}`).
 
         Returns:
-            tensors on the CPU by fully qualified name, in logical shapes and the parameters' dtypes, tied names included.
+            tensors on the CPU by fully qualified name, in logical shapes, tied names included. Parameters come in their
+            masters' dtype (fp32 under a policy with fp32 masters), so that nothing is lost.
         """
-        return state_dict.full_model_state(self.model, self._units, self._runtime, self._collectives, all_ranks)
+        return state_dict.full_model_state(self.model, self._units, self._collectives, all_ranks)
 
     def load_full_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
         """`model.load_state_dict` for the sharded model; each rank keeps its part. Sends nothing.
@@ -323,17 +367,21 @@ class ZeroEngine:
             self.rank,
             self.world_size,
             self._steps,
+            self._guard.skipped,
             memory.held(self._units, stage, self.world_size, self._runtime.spare_nbytes, states),
             memory.sent(self._units, stage, self.world_size, self._last_step),
         )
 
     def close(self) -> None:
-        """Takes the engine off the model, whose parameters are whole again on every rank. All ranks.
+        """Takes the engine off the model, whose parameters are whole again, in their first dtype, on every rank. All ranks.
 
         Bound optimizers keep stepping this rank's slices only, so make new ones.
         """
         for unit in self._units:
             unit.gather()
+        self._runtime.keep_changes()
+        for partition in (partition for unit in self._units for partition in unit.partitions):
+            partition.restore()
         self._runtime.remove_hooks()
         self._reducer.remove_hooks()
         for bound in self._bound.values():

@@ -109,7 +109,9 @@ class FlatLayout:
         return tuple(tuple(pieces) for pieces in ranks)
 
 
-def flat_layout(named_params: Sequence[tuple[str, Tensor]], world_size: int) -> FlatLayout:
+def flat_layout(
+    named_params: Sequence[tuple[str, Tensor]], world_size: int, dtype: torch.dtype | None = None
+) -> FlatLayout:
     """Lays parameters of one dtype out in a flat buffer, matrices before vectors.
 
     The order keeps the usual decay / no-decay split contiguous and, since vectors are what has odd sizes,
@@ -118,13 +120,14 @@ def flat_layout(named_params: Sequence[tuple[str, Tensor]], world_size: int) -> 
     Args:
         named_params: (fully qualified name, parameter) pairs; only shape, stride and dtype are read.
         world_size: number of ranks.
+        dtype: element type of the buffer; `None` for the parameters' own.
     """
     ordered = sorted(named_params, key=lambda item: item[1].dim() < 2)  # stable: registration order within each
     layouts, offset = [], 0
     for fqn, param in ordered:
         layouts.append(ParamLayout(fqn, tuple(param.shape), dense_stride(param), offset, param.numel()))
         offset += param.numel()
-    return FlatLayout(tuple(layouts), named_params[0][1].dtype, world_size)
+    return FlatLayout(tuple(layouts), dtype or named_params[0][1].dtype, world_size)
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:

@@ -31,8 +31,13 @@ def materialize(model: nn.Module, spec: UnitSpec, device: torch.device) -> None:
         _initialise(model, device, fresh)
 
 
-def materialize_buffers(model: nn.Module, device: torch.device) -> None:
+def materialize_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
     """Brings all buffers to `device`; those on the meta device are initialised by their modules.
+
+    Args:
+        model: any module.
+        device: where to.
+        dtype: of floating-point buffers; `None` leaves them as they are.
 
     Raises:
         RuntimeError: a module with buffers on the meta device has no way to initialise itself.
@@ -42,7 +47,7 @@ def materialize_buffers(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = buffer.to(device)
+                module._buffers[name] = buffer.to(device, dtype if buffer.is_floating_point() else None)
 
 
 def _initialise(model: nn.Module, device: torch.device, fresh: set[int]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zero_core.collectives import Traffic
 from zero_core.config import ZeroStage
-from zero_core.unit import Unit
+from zero_core.unit import Partition, Unit
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Held:
     """Bytes of one kind of model state on this rank.
 
     Attributes:
-        kind: "parameters" (kept between steps), "gathered" (other ranks' parts, brought in for use), "gradients",
-            "optimizer".
+        kind: "parameters" (weights in their compute dtype, kept between steps), "masters" (this rank's part where it is
+            kept with more digits), "gathered" (other ranks' parts, brought in for use), "gradients", "optimizer".
         bytes: held now.
         formula: the paper's bytes for this kind, stage and world size (section 5), for the model's dtypes; what is
             above it is padding, or the optimizer's step counts. "gathered" has no formula: 0 at rest.
@@ -56,6 +56,7 @@ class Report:
         rank: this rank.
         world_size: number of ranks.
         steps: optimizer steps so far.
+        skipped: steps left out because the gradient was not finite.
         held: by kind, now.
         sent: by kind, in the last step.
     """
@@ -64,11 +65,13 @@ class Report:
     rank: int
     world_size: int
     steps: int
+    skipped: int
     held: tuple[Held, ...]
     sent: tuple[Sent, ...]
 
     def __str__(self) -> str:
-        lines = [f"ZeRO stage {self.stage}, rank {self.rank} of {self.world_size}, after {self.steps} step(s)"]
+        skipped = f", {self.skipped} skipped" if self.skipped else ""
+        lines = [f"ZeRO stage {self.stage}, rank {self.rank} of {self.world_size}, after {self.steps} step(s){skipped}"]
         lines.append(f"  {'held':<12}{'bytes':>16}{'formula':>16}")
         lines += [f"  {h.kind:<12}{h.bytes:>16,}{h.formula:>16,}" for h in self.held]
         lines.append(f"  {'sent a step':<12}{'bytes':>16}{'formula':>16}{'calls':>8}")
@@ -81,41 +84,52 @@ def held(
 ) -> tuple[Held, ...]:
     """Scans what this rank holds now; `spare` bytes are kept for the next gather."""
     partitions = [partition for unit in units for partition in unit.partitions]
-    whole, trainable = _weight_nbytes(units)
+    trainable = [p for p in partitions if p.is_trainable]
+    # At stage 3 what has the weights' own dtype is them; with more digits it is a master, and no other copy is kept.
+    masters = [
+        p for p in partitions if p.has_own_master and not (stage.shards_parameters and p.master.dtype == p.layout.dtype)
+    ]
+    weights = [p for p in partitions if not stage.shards_parameters or p not in masters]
     buffers = sum(p.buffer.nbytes for p in partitions)
-    masters = sum(p.master.numel() * p.master.element_size() for p in partitions)
-    gradients = sum(p.grad_nbytes for p in partitions)
+    shards = sum(p.master.nbytes for p in weights if p.has_own_master)
     states = list(optimizer_state)
-    optimizer = sum(t.numel() * t.element_size() for t in states)
     # Adam keeps two moments an element; the formula follows whatever the bound optimizers keep.
-    per_element = _state_copies(states, partitions_numel=sum(_own_numel(unit) for unit in units))
-    parameters, gathered = (masters, buffers + spare) if stage.shards_parameters else (buffers, 0)
+    copies = _state_copies(states, sum(s.piece.numel for p in trainable for items in p.slices for s in items))
+    parameters, gathered = (shards, buffers + spare) if stage.shards_parameters else (buffers, 0)
+    part = 1 / world_size
     return (
-        Held("parameters", parameters, whole // world_size if stage.shards_parameters else whole),
+        Held("parameters", parameters, _nbytes(weights, "compute", part if stage.shards_parameters else 1)),
+        Held(
+            "masters",
+            sum(p.master.nbytes for p in masters),
+            round(sum(p.layout.numel * p.master.itemsize for p in masters) * part),
+        ),
         Held("gathered", gathered, 0),
-        Held("gradients", gradients, trainable // world_size if stage.shards_gradients else trainable),
-        Held("optimizer", optimizer, round(per_element * trainable / world_size)),
+        Held(
+            "gradients",
+            sum(p.grad_nbytes for p in partitions),
+            _nbytes(trainable, "step", part if stage.shards_gradients else 1),
+        ),
+        Held("optimizer", sum(t.nbytes for t in states), copies * _nbytes(trainable, "step", part)),
     )
 
 
 def sent(units: Sequence[Unit], stage: ZeroStage, world_size: int, traffic: Traffic) -> tuple[Sent, ...]:
     """Puts counted traffic beside the paper's volume: Ψ(N-1)/N a gather and a reduction, two gathers at stage 3."""
-    whole, trainable = _weight_nbytes(units)
+    partitions = [partition for unit in units for partition in unit.partitions]
+    trainable = [p for p in partitions if p.is_trainable]
     share = (world_size - 1) / world_size
-    gathers = 2 * whole if stage.shards_parameters else trainable
-    formulas = {"gather": round(gathers * share), "reduce": round(trainable * share), "control": 0}
+    gather = (
+        2 * _nbytes(partitions, "compute", share) if stage.shards_parameters else _nbytes(trainable, "compute", share)
+    )
+    formulas = {"gather": gather, "reduce": _nbytes(trainable, "wire", share), "control": 0}
     return tuple(Sent(kind, traffic.calls[kind], traffic.bytes[kind], value) for kind, value in formulas.items())
 
 
-def _weight_nbytes(units: Sequence[Unit]) -> tuple[int, int]:
-    """Bytes of all weights and of the trainable ones, padding not counted."""
-    partitions = [partition for unit in units for partition in unit.partitions]
-    whole = sum(p.layout.numel * p.layout.dtype.itemsize for p in partitions)
-    return whole, sum(p.layout.numel * p.layout.dtype.itemsize for p in partitions if p.is_trainable)
-
-
-def _own_numel(unit: Unit) -> int:
-    return sum(s.piece.numel for p in unit.partitions if p.is_trainable for items in p.slices for s in items)
+def _nbytes(partitions: Sequence[Partition], use: str, factor: float) -> int:
+    """Bytes of the parameters, padding not counted, in the dtype that they have in `use` (see `Dtypes`)."""
+    itemsizes: list[int] = [getattr(p.dtypes, use).itemsize for p in partitions]
+    return round(factor * sum(p.layout.numel * size for p, size in zip(partitions, itemsizes, strict=True)))
 
 
 def _state_copies(states: Sequence[Tensor], partitions_numel: int) -> int:

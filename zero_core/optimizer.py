@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from zero_core.collectives import flat_view
 from zero_core.errors import UnsupportedOptimizerError
 from zero_core.runtime import Runtime
-from zero_core.unit import Slice, Unit
+from zero_core.unit import Partition, Slice, Unit
 
 # Optimizers whose update of an element looks at the whole matrix (its norm, its factors, its spectrum), by class name.
 _NEEDS_WHOLE_MATRICES = {
@@ -41,7 +42,7 @@ class BoundOptimizer:
     Args:
         optimizer: the user's optimizer over parameters of the engine.
         runtime: knows where each parameter lives.
-        before_step: called before each step.
+        before_step: called before each step, with this object.
         after_step: called after each step with the units it changed.
 
     Raises:
@@ -53,7 +54,7 @@ class BoundOptimizer:
         self,
         optimizer: Optimizer,
         runtime: Runtime,
-        before_step: Callable[[], None],
+        before_step: Callable[[BoundOptimizer], None],
         after_step: Callable[[Sequence[Unit]], None],
     ) -> None:
         _refuse_if_not_elementwise(optimizer)
@@ -63,6 +64,7 @@ class BoundOptimizer:
         self._after_step = after_step
         self.groups: list[list[nn.Parameter]] = []
         self._slices: list[list[nn.Parameter]] = []
+        self._rounding: dict[torch.device, torch.Generator] = {}
         self._show_slices()
         self._show_params()
         # The optimizer's hooks are what keeps this object (and the engine) alive.
@@ -90,14 +92,35 @@ class BoundOptimizer:
         for handle in self._handles:
             handle.remove()
 
-    def _on_step(self) -> None:
+    def drop_gradients(self) -> None:
+        """Makes the coming step change nothing: torch's optimizers pass over what has no gradient."""
+        for _, item in self.slices():
+            item.param.grad = None
+
+    @contextmanager
+    def showing_slices(self) -> Iterator[None]:
+        """Inside, the groups hold slices, for code that steps or scales what an optimizer holds."""
         self._show_slices()
-        self._before_step()
+        try:
+            yield
+        finally:
+            self._show_params()
+
+    def units(self) -> list[Unit]:
+        """The units with parameters of this optimizer."""
+        units = {id(unit): unit for unit in (self._runtime.locate(param)[0] for param in self.params)}
+        return sorted(units.values(), key=lambda unit: unit.index)
+
+    def _partitions(self) -> Iterator[Partition]:
+        return (partition for unit in self.units() for partition in unit.partitions)
+
+    def _on_step(self) -> None:
+        self._before_step(self)
+        self._show_slices()
 
     def _on_stepped(self) -> None:
         self._show_params()
-        units = {id(unit): unit for unit in (self._runtime.locate(param)[0] for param in self.params)}
-        self._after_step(sorted(units.values(), key=lambda unit: unit.index))
+        self._after_step(self.units())
 
     def _show_slices(self) -> None:
         """Puts slices into the groups; takes in parameters that were added meanwhile."""
@@ -111,12 +134,25 @@ class BoundOptimizer:
             if group["params"] is not self._slices[number]:
                 self._take_in(number, group["params"])
             group["params"] = self._slices[number]
+        for partition in self._partitions():
+            if partition.dtypes.rounds_stochastically:
+                partition.widen()
+        for group in groups:
             _choose_fused(self.optimizer, group)
 
     def _show_params(self) -> None:
         """Puts the model's parameters back into the groups."""
+        for partition in self._partitions():
+            if partition.dtypes.rounds_stochastically:
+                partition.narrow(self._generator(partition.master.device))
         for group, params in zip(self.optimizer.param_groups, self.groups, strict=True):
             group["params"] = params
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        # Its own, so that neither the user's random numbers nor the ranks' different shards depend on each other.
+        if device not in self._rounding:
+            self._rounding[device] = torch.Generator(device).manual_seed(self._runtime.rank)
+        return self._rounding[device]
 
     def _take_in(self, number: int, params: list[nn.Parameter]) -> None:
         known = {id(param) for param in self.groups[number]}
@@ -134,7 +170,11 @@ class BoundOptimizer:
         layout = partition.layout.params[index]
         for item in partition.slices[index]:
             if state:
-                self.optimizer.state[item.param] = slice_state(state, item, layout.shape, layout.stride)
+                own = slice_state(state, item, layout.shape, layout.stride)
+                self.optimizer.state[item.param] = {
+                    key: value.to(partition.grad_dtype) if is_elementwise(key, value, item.param.shape) else value
+                    for key, value in own.items()
+                }
 
     def _slices_of(self, param: nn.Parameter) -> list[Slice]:
         _, partition, index = self._runtime.locate(param)

@@ -93,6 +93,7 @@ class Reducer:
                 param = partition.params[index]
                 if param.requires_grad and position not in self._hooked:
                     self._hooked.add(position)
+                    partition.promote()
                     # Weak, or parameter -> hook -> engine -> parameter would be a cycle through C++ that is never freed.
                     before, after = weakref.WeakMethod(self.begin_backward), weakref.WeakMethod(self._on_grad)
                     self._handles += [

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from zero_core import placeholder
@@ -81,6 +81,8 @@ class Runtime:
         self._unit_of = {part.buffer: unit for unit in units for part in unit.partitions}
         self._depth = 0
         self._saving: saved_tensors_hooks | None = None
+        self._policy = config.mixed_precision
+        self._autocast: torch.autocast | None = None
         self._outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
         self._active: Counter[Unit] = Counter()
         self._outstanding: Counter[Unit] = Counter()
@@ -149,10 +151,27 @@ class Runtime:
         if self._depth == 0 and not self._in_backward:
             self._close_region(output)
 
+    def cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The model's inputs, floating-point ones in the weights' dtype where no autocast will do that."""
+        policy = self._policy
+        if module is not self._model or policy is None or policy.autocasts:
+            return None
+        return tree_map_only(Tensor, _to_floating(policy.param), (args, kwargs))
+
+    def cast_output(self, module: nn.Module, output: Any) -> Any:
+        """The model's output, floating-point tensors in the dtype that the policy asks for."""
+        policy = self._policy
+        if module is not self._model or policy is None or policy.output is None:
+            return output
+        return tree_map_only(Tensor, _to_floating(policy.output), output)
+
     def _open_region(self) -> None:
         self.on_region()
         self._sync_buffers()
         self._begin_trace(backward=False)
+        if self._policy is not None and self._policy.autocasts:
+            self._autocast = torch.autocast(self._collectives.device.type, self._policy.param)
+            self._autocast.__enter__()
         # Whether gradients are on may change inside the region, so the hooks are always set.
         if self._stage.shards_parameters and not torch.compiler.is_compiling():
             # Only the topmost hooks are called, so those of the caller (say, offloading of activations) go on from here.
@@ -164,6 +183,9 @@ class Runtime:
         if self._saving is not None:
             self._saving.__exit__()
             self._saving = None
+        if self._autocast is not None:
+            self._autocast.__exit__(None, None, None)
+            self._autocast = None
         self._end_trace()
         grads = [t for t in _tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
         for tensor in grads:
@@ -308,8 +330,9 @@ class Runtime:
     def on_touch(self, param: nn.Parameter, func: Callable[..., Any]) -> None:
         """Gathers inside a region or a backward, waits for a gather on its way, refuses elsewhere."""
         unit, partition, index = self._where[id(param)]
-        if unit.state is UnitState.GATHERING and not self._stage.shards_parameters:
+        if not self._stage.shards_parameters:
             unit.gather()
+            partition.show_views()
         elif self._depth or self._in_backward or self._full:
             self.use(unit)
         else:
@@ -324,10 +347,13 @@ class Runtime:
 
     def on_copy(self, param: nn.Parameter, source: Tensor) -> bool:
         """While a state dict is loaded, each rank takes its part of `source`; nothing is gathered."""
-        if not self._loading or not self._stage.shards_parameters:
+        if not self._loading:
             return False
-        _, partition, index = self._where[id(param)]
+        unit, partition, index = self._where[id(param)]
         partition.load(index, source)
+        if unit.state is UnitState.GATHERED:
+            with torch.no_grad():
+                partition.buffer.views[index].copy_(source)
         return True
 
     def zero_gradient(self, param: nn.Parameter) -> None:
@@ -357,6 +383,11 @@ class Runtime:
         """
         return self._where[id(param)]
 
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._collectives.rank
+
     def knows(self, param: object) -> bool:
         """Whether `param` belongs to this engine."""
         return id(param) in self._where
@@ -379,10 +410,7 @@ class Runtime:
             self._full -= 1
             changed = [name for name, version in self._versions().items() if versions[name] != version]
             if writeback:
-                with torch.no_grad():
-                    for unit in self._units:
-                        for partition in unit.partitions:
-                            partition.keep_own_part()
+                self.keep_changes()
                 self.publish(self._units)
             else:
                 self.reshard()
@@ -393,18 +421,34 @@ class Runtime:
                 "on every rank."
             )
 
+    def keep_changes(self) -> None:
+        """Takes what a user wrote into weights that are whole over into the masters."""
+        for unit in self._units:
+            if unit.state is UnitState.GATHERED:
+                for partition in unit.partitions:
+                    partition.keep_changes()
+
     def _versions(self) -> dict[str, int]:
         with torch._C.DisableTorchFunctionSubclass():
             return {self.fqn(param): param._version for unit in self._units for param in unit.params}
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Inside, `copy_` into a partitioned parameter keeps this rank's part."""
+        """Inside, `copy_` into a parameter goes to this rank's master, and into the weights where they are whole."""
         self._loading = True
+        own_masters = [part for unit in self._units for part in unit.partitions if part.has_own_master]
+        if not self._stage.shards_parameters:
+            for unit in self._units:
+                unit.gather()
+            for partition in own_masters:
+                partition.guard()
         try:
             yield
         finally:
             self._loading = False
+            if not self._stage.shards_parameters:
+                for partition in own_masters:
+                    partition.show_views()
 
     def publish(self, units: Sequence[Unit]) -> None:
         """Makes changed masters known to all ranks: at once at stages 1 and 2, at the next gather at stage 3."""
@@ -435,15 +479,20 @@ class ModuleHook:
         self._runtime = runtime
         self._units = units
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Forward pre-hook."""
-        if self._runtime is not None:
-            self._runtime.enter(self._units, (args, kwargs))
+        if self._runtime is None:
+            return None
+        self._runtime.enter(self._units, (args, kwargs))
+        return self._runtime.cast_inputs(module, args, kwargs)
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook; also called when forward raised, with no output."""
-        if self._runtime is not None:
-            self._runtime.leave(self._units, output)
+        if self._runtime is None:
+            return None
+        output = self._runtime.cast_output(module, output)
+        self._runtime.leave(self._units, output)
+        return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
         return ModuleHook(None, ())
@@ -466,6 +515,10 @@ def _tensors(tree: Any) -> list[Tensor]:
         elif leaf is not None and hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)):
             found += [value for value in tree_leaves(list(vars(leaf).values())) if isinstance(value, Tensor)]
     return found
+
+
+def _to_floating(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _weak_hook(callback: Callable[[], None]) -> Callable[[Tensor], None]:

@@ -11,19 +11,20 @@ from torch import Tensor, nn
 from zero_core.collectives import Collectives
 from zero_core.optimizer import BoundOptimizer, is_elementwise, slice_state
 from zero_core.runtime import Runtime
-from zero_core.unit import Partition, Unit
+from zero_core.unit import Partition, Unit, UnitState
 
 
-def full_model_state(
-    model: nn.Module, units: list[Unit], runtime: Runtime, collectives: Collectives, all_ranks: bool
-) -> dict[str, Any]:
+def full_model_state(model: nn.Module, units: list[Unit], collectives: Collectives, all_ranks: bool) -> dict[str, Any]:
     """`model.state_dict()` as an unsharded model would give it, on the CPU; see `ZeroEngine.full_state_dict`."""
     wanted = all_ranks or collectives.rank == 0
     values: dict[int, Tensor] = {}
     for unit in units:
         for partition in unit.partitions:
-            values.update(_full_params(partition, runtime, unit, wanted))
-        runtime.reshard()
+            if unit.state is UnitState.GATHERED:
+                partition.keep_changes()
+            whole = partition.gather_masters()
+            if wanted:
+                values.update(_cut_params(partition, whole))
     if not wanted:
         return {}
     # The model's own call, so that hooks that rename or drop keys have their say; it sees placeholders.
@@ -37,15 +38,14 @@ def full_model_state(
     return state
 
 
-def _full_params(partition: Partition, runtime: Runtime, unit: Unit, wanted: bool) -> dict[int, Tensor]:
-    unit.gather()
-    if not wanted:
-        return {}
-    with torch.no_grad():
-        return {
-            id(param): torch.empty_strided(p.shape, p.stride, dtype=view.dtype).copy_(view)
-            for param, view, p in zip(partition.params, partition.buffer.views, partition.layout.params, strict=True)
-        }
+def _cut_params(partition: Partition, whole: Tensor) -> dict[int, Tensor]:
+    offset = whole.storage_offset()
+    return {
+        id(param): torch.empty_strided(p.shape, p.stride, dtype=whole.dtype).copy_(
+            whole.as_strided(p.shape, p.stride, offset + p.offset)
+        )
+        for param, p in zip(partition.params, partition.layout.params, strict=True)
+    }
 
 
 def load_full_model_state(model: nn.Module, runtime: Runtime, state: Mapping[str, Any], strict: bool) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from zero_core.config import ZeroStage
 from zero_core.flat_buffer import BufferPool, FlatBuffer
 from zero_core.layout import FlatLayout, Piece, flat_layout
 from zero_core.placeholder import PartitionedGradient, PartitionedParameter, placeholder_values
+from zero_core.precision import Dtypes, round_stochastically
 from zero_core.units import UnitSpec
 
 # An optimizer without a fused step makes several passes over each tensor; slices of this size stay in a CPU's cache.
@@ -34,7 +35,7 @@ class Slice:
 
     Attributes:
         piece: which elements.
-        param: 1-D leaf tensor, a view of the master shard.
+        param: 1-D leaf tensor, a view of the master shard. Its `.grad` may have another dtype, that of the step.
     """
 
     piece: Piece
@@ -50,6 +51,8 @@ class Partition:
         stage: what is partitioned.
         tag: number of the buffer among the engine's, the same on every rank.
         pool: memory for the whole weights.
+        dtypes: of compute, masters, step and wire, for when the parameters are trained; frozen ones have no more
+            digits than they were given.
     """
 
     def __init__(
@@ -59,26 +62,31 @@ class Partition:
         stage: ZeroStage,
         tag: int,
         pool: BufferPool,
+        dtypes: Dtypes,
     ) -> None:
-        self.layout: FlatLayout = flat_layout(named_params, collectives.world_size)
+        self.layout: FlatLayout = flat_layout(named_params, collectives.world_size, dtypes.compute)
+        self.dtypes = dtypes
         by_name = dict(named_params)
         self.params: list[nn.Parameter] = [by_name[p.fqn] for p in self.layout.params]
         self.tag = tag
         self._stage = stage
         self._collectives = collectives
         self._classes = [type(param) for param in self.params]
+        self._given = self.params[0].dtype
         with torch.inference_mode(False), torch.no_grad():
             self.buffer = FlatBuffer(self.layout, self.params[0].device, pool)
             self.buffer.allocate()
-            self.buffer.tensor[self.layout.numel :].zero_()
-            for view, param in zip(self.buffer.views, self.params, strict=True):
-                view.copy_(param.detach())
+            master_dtype = dtypes.master if self.is_trainable else self._given
+            self._placeholders = [placeholder_values(p, dtypes.compute) for p in self.params]
+            whole = self._whole_values(master_dtype)
             # One rank's values for all, as DDP does: seeds may differ between ranks.
-            collectives.broadcast([self.buffer.tensor])
-            self._placeholders = [placeholder_values(param) for param in self.params]
-            own = self.buffer.shard(collectives.rank)
-            # fp32 needs no second copy at stages 1 and 2: the master is the weights' own slice.
-            self.master: Tensor = own.clone() if stage.shards_parameters else own
+            collectives.broadcast([whole])
+            if whole is not self.buffer.tensor:
+                self.buffer.tensor.copy_(whole)
+            own = whole[collectives.rank * self.layout.shard_numel :][: self.layout.shard_numel]
+            # At stages 1 and 2 the weights' own slice is the master, unless that has more digits.
+            self.has_own_master = stage.shards_parameters or whole is not self.buffer.tensor
+            self.master: Tensor = own.clone() if self.has_own_master else own
             self.slices: list[list[Slice]] = [[] for _ in self.params]
             for piece in self._cut(self.layout.pieces(collectives.rank)):
                 part = self.master[piece.shard_offset : piece.shard_offset + piece.numel]
@@ -89,6 +97,27 @@ class Partition:
         self._reducing: tuple[Pending, Tensor, list[Tensor | None]] | None = None
         self._gathering: Pending | None = None
         self.show_views()
+
+    def _whole_values(self, dtype: torch.dtype) -> Tensor:
+        """The parameters' values, padded, as 1-D `dtype`; in the buffer where that is its dtype."""
+        whole = self.buffer.tensor
+        if dtype != whole.dtype:
+            whole = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.buffer.device)
+        whole[self.layout.numel :].zero_()
+        for param, p in zip(self.params, self.layout.params, strict=True):
+            whole.as_strided(p.shape, p.stride, p.offset + whole.storage_offset()).copy_(param.detach())
+        return whole
+
+    def promote(self) -> None:
+        """Gives a partition that was frozen the masters of a trainable one."""
+        if self.master.dtype == self.dtypes.master:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self.master, self.has_own_master = self.master.to(self.dtypes.master), True
+            for items in self.slices:
+                for item in items:
+                    start = item.piece.shard_offset
+                    item.param.data = self.master[start : start + item.piece.numel]
 
     def _cut(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
         limit = _CPU_SLICE_NUMEL if self.buffer.device.type == "cpu" else 2**62
@@ -107,7 +136,7 @@ class Partition:
         """Starts filling the buffer from all ranks' masters."""
         with torch.no_grad():
             self.buffer.allocate()
-            if self._stage.shards_parameters:
+            if self.has_own_master:
                 self.buffer.shard(self._collectives.rank).copy_(self.master)
             self._gathering = self._collectives.all_gather(
                 self.layout, self.buffer.tensor, self.tag, self.layout.params[0].fqn
@@ -144,17 +173,47 @@ class Partition:
             for item in self.slices[index]:
                 item.param.copy_(flat[item.piece.start : item.piece.stop])
 
-    def keep_own_part(self) -> None:
-        """Takes this rank's elements of the gathered weights over into the master (what a user wrote there)."""
-        if self._stage.shards_parameters:
-            self.master.copy_(self.buffer.shard(self._collectives.rank))
+    def keep_changes(self) -> None:
+        """Takes what a user wrote into whole weights over into this rank's master, or the next gather would undo it.
+
+        No version counter tells: writes through `param.data` leave it alone.
+        """
+        if not self.has_own_master:
+            return
+        with torch.no_grad():
+            written = self.buffer.shard(self._collectives.rank)
+            expected = self.master.to(written.dtype)
+            if not torch.equal(written, expected):
+                # Elements nobody wrote keep the digits that only the master has.
+                self.master.copy_(torch.where(written == expected, self.master, written.to(self.master.dtype)))
+
+    def restore(self) -> None:
+        """Leaves the parameters whole, with all digits, in the dtype they came in. All ranks."""
+        whole = self.gather_masters().to(self._given)
+        for param, p, cls in zip(self.params, self.layout.params, self._classes, strict=True):
+            param.__class__ = cls
+            param.data = whole.as_strided(p.shape, p.stride, whole.storage_offset() + p.offset)
+
+    def gather_masters(self) -> Tensor:
+        """All ranks' masters, 1-D with padding; read it only. All ranks."""
+        self.finish_gather()
+        if not self.has_own_master:
+            return self.buffer.tensor
+        with torch.no_grad():
+            whole = self.master.new_empty(self.layout.padded_numel)
+            start = self._collectives.rank * self.layout.shard_numel
+            whole[start : start + self.layout.shard_numel] = self.master
+            self._collectives.all_gather(self.layout, whole, self.tag, self.layout.params[0].fqn).wait()
+        return whole
 
     def start_reduce(self) -> None:
         """Starts averaging what waits in `grads`; missing ones count as zeros."""
         grads, self.grads = self.grads, [None] * len(self.params)
         with torch.no_grad():
-            shard = torch.empty_like(self.master, requires_grad=False)
-            pending = self._collectives.reduce_scatter(self.layout, grads, shard, self.tag, self.layout.params[0].fqn)
+            shard = torch.empty_like(self.master, dtype=self.grad_dtype, requires_grad=False)
+            pending = self._collectives.reduce_scatter(
+                self.layout, grads, shard, self.dtypes.wire, self.tag, self.layout.params[0].fqn
+            )
         self._reducing = (pending, shard, grads)
 
     def finish_reduce(self) -> list[Slice]:
@@ -175,10 +234,32 @@ class Partition:
                 if item.param.grad is not None:
                     item.param.grad.add_(part)
                     continue
+                if part.dtype != item.param.dtype:
+                    item.param.grad_dtype = part.dtype
                 item.param.grad = part
                 if grads[item.piece.index] is None:
                     doubtful.append(item)
         return doubtful
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Dtype of the slices' gradients, and of the slices themselves while the optimizer steps."""
+        return self.dtypes.step if self.master.dtype == self.dtypes.master else self.master.dtype
+
+    def widen(self) -> None:
+        """Before a step: the slices get the step's dtype, where that is not the masters'."""
+        with torch.no_grad():
+            for item in self._own_slices():
+                item.param.data = item.param.data.to(self.grad_dtype)
+
+    def narrow(self, generator: torch.Generator) -> None:
+        """After a step: undoes `widen`, rounding the slices into the masters up or down by chance."""
+        with torch.no_grad():
+            for item in self._own_slices():
+                part = self.master[item.piece.shard_offset : item.piece.shard_offset + item.piece.numel]
+                if item.param.dtype != part.dtype:
+                    part.copy_(round_stochastically(item.param.data, generator))
+                    item.param.data = part
 
     def _own_slices(self) -> Iterator[Slice]:
         with torch._C.DisableTorchFunctionSubclass():
@@ -194,7 +275,7 @@ class Partition:
         """The tensor of parameter `index`'s shape that all ranks' 1-D parts make up. All ranks."""
         layout = self.layout.params[index]
         with torch.no_grad():
-            whole = self.master.new_zeros(layout.numel)
+            whole = self.master.new_zeros(layout.numel, dtype=self.grad_dtype)
             if part is not None:
                 start = self.slices[index][0].piece.start
                 whole[start : start + part.numel()] = part
@@ -213,7 +294,7 @@ class Partition:
         """Bytes of gradients held now: whole ones waiting or in flight, and the shard behind the slices' `.grad`."""
         whole = {g.untyped_storage().data_ptr(): g.numel() * g.element_size() for g in self._whole_grads()}
         has_shard = any(item.param.grad is not None for items in self.slices for item in items)
-        return sum(whole.values()) + (self.master.numel() * self.master.element_size() if has_shard else 0)
+        return sum(whole.values()) + (self.master.numel() * self.grad_dtype.itemsize if has_shard else 0)
 
     def _whole_grads(self) -> Iterator[Tensor]:
         with torch._C.DisableTorchFunctionSubclass():
@@ -238,6 +319,7 @@ class Unit:
         collectives: the engine's sends.
         stage: what is partitioned.
         pool: memory for the whole weights.
+        dtypes: the dtypes of parameters that the user's model has in a given one.
     """
 
     def __init__(
@@ -248,6 +330,7 @@ class Unit:
         collectives: Collectives,
         stage: ZeroStage,
         pool: BufferPool,
+        dtypes: Callable[[torch.dtype], Dtypes],
     ) -> None:
         self.name = spec.name
         self.index = index
@@ -257,7 +340,8 @@ class Unit:
         for fqn, param in spec.params:
             groups.setdefault((param.dtype, param.requires_grad), []).append((fqn, param))
         self.partitions = [
-            Partition(named, collectives, stage, first_tag + i, pool) for i, named in enumerate(groups.values())
+            Partition(named, collectives, stage, first_tag + i, pool, dtypes(dtype))
+            for i, ((dtype, _), named) in enumerate(groups.items())
         ]
         self.state = UnitState.GATHERED
 

@@ -64,7 +64,7 @@ class Cases:
 def check(outcomes: list[dict[tuple[str, int], str | None]], case: tuple[str, int]) -> None:
     """Fails with every rank's traceback unless the case passed on all."""
     failures = [
-        f"--- rank {rank}\n{found.get(case, 'not reached: an earlier case failed')}"
+        f"--- rank {rank}\n{found.get(case, 'not finished: another rank or an earlier case failed')}"
         for rank, found in enumerate(outcomes)
         if found.get(case, "") is not None
     ]
@@ -78,12 +78,12 @@ def _run(module: str, wanted: list[tuple[str, int]]) -> dict[tuple[str, int], st
         torch.manual_seed(0)
         try:
             functions[name][0](stage)
-            found[name, stage] = None
         except Exception:
             found[name, stage] = traceback.format_exc()
-        # Ranks that disagree here would wait for each other in the next case.
-        failed: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(failed, found[name, stage] is not None)
-        if any(failed):
+            break  # this process ends, so that ranks that wait for it in the middle of the case fail at once
+        try:
+            dist.barrier()
+        except RuntimeError:  # another rank failed and says why
             break
+        found[name, stage] = None
     return found
