@@ -12,6 +12,7 @@ from torch import Tensor
 from zero_core.collectives import Collectives
 from zero_core.config import MixedPrecision
 from zero_core.optimizer import BoundOptimizer
+from zero_core.precision import is_half
 from zero_core.runtime import Runtime
 
 _log = logging.getLogger("zero_core")
@@ -21,14 +22,13 @@ class NonFiniteGuard:
     """Keeps gradients that are not finite away from the weights.
 
     Args:
-        policy: what to do about them, and how often in a row; `None`: `check` does not look.
+        policy: what to do about them, and how often in a row; `None` for the defaults.
         runtime: knows the parameters' names.
         collectives: the ranks, which decide together.
     """
 
     def __init__(self, policy: MixedPrecision | None, runtime: Runtime, collectives: Collectives) -> None:
         self._policy = policy or MixedPrecision()
-        self._looks = policy is not None
         self._runtime = runtime
         self._collectives = collectives
         self._checked = False
@@ -50,7 +50,8 @@ class NonFiniteGuard:
         Raises:
             RuntimeError: on all ranks, as the policy says.
         """
-        if self._checked or not self._looks:
+        # Full precision is as in plain torch. Decided by the layout, which is the same on all ranks, not by gradients.
+        if self._checked or not any(is_half(partition.layout.dtype) for partition in bound.partitions()):
             self._in_a_row = 0
         elif not self._collectives.any_rank([not all_finite(_grads(bound))])()[0]:
             self._in_a_row = 0

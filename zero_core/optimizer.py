@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from zero_core.collectives import flat_view
 from zero_core.errors import UnsupportedOptimizerError
+from zero_core.precision import is_half
 from zero_core.runtime import Runtime
 from zero_core.unit import Partition, Slice, Unit
 
@@ -67,15 +69,21 @@ class BoundOptimizer:
         self._rounding: dict[torch.device, torch.Generator] = {}
         self._show_slices()
         self._show_params()
+        _warn_if_updates_vanish(self)
         # The optimizer's hooks are what keeps this object (and the engine) alive.
         self._handles = [
-            optimizer.register_step_pre_hook(lambda *_: self._on_step()),
+            optimizer.register_step_pre_hook(lambda _, args, kwargs: self._on_step(args, kwargs)),
             optimizer.register_step_post_hook(lambda *_: self._on_stepped()),
             optimizer.register_state_dict_pre_hook(lambda *_: self._show_slices()),
             optimizer.register_state_dict_post_hook(lambda *_: self._show_params()),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self._show_slices()),
             optimizer.register_load_state_dict_post_hook(lambda *_: self._show_params()),
         ]
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._runtime.rank
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -111,10 +119,28 @@ class BoundOptimizer:
         units = {id(unit): unit for unit in (self._runtime.locate(param)[0] for param in self.params)}
         return sorted(units.values(), key=lambda unit: unit.index)
 
-    def _partitions(self) -> Iterator[Partition]:
+    def partitions(self) -> Iterator[Partition]:
+        """The partitions of those units."""
         return (partition for unit in self.units() for partition in unit.partitions)
 
-    def _on_step(self) -> None:
+    def _on_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+        if closure is None:
+            self._prepare_step()
+            return args, kwargs
+
+        # It computes the gradients: with the model's parameters in the groups, and the step is prepared after it.
+        def closure_then_prepare() -> Any:
+            self._show_params()
+            result = closure()
+            self._prepare_step()
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": closure_then_prepare}
+        return (args[0], closure_then_prepare, *args[2:]), kwargs
+
+    def _prepare_step(self) -> None:
         self._before_step(self)
         self._show_slices()
 
@@ -134,7 +160,7 @@ class BoundOptimizer:
             if group["params"] is not self._slices[number]:
                 self._take_in(number, group["params"])
             group["params"] = self._slices[number]
-        for partition in self._partitions():
+        for partition in self.partitions():
             if partition.dtypes.rounds_stochastically:
                 partition.widen()
         for group in groups:
@@ -142,7 +168,7 @@ class BoundOptimizer:
 
     def _show_params(self) -> None:
         """Puts the model's parameters back into the groups."""
-        for partition in self._partitions():
+        for partition in self.partitions():
             if partition.dtypes.rounds_stochastically:
                 partition.narrow(self._generator(partition.master.device))
         for group, params in zip(self.optimizer.param_groups, self.groups, strict=True):
@@ -227,6 +253,16 @@ def _refuse_if_not_elementwise(optimizer: Optimizer) -> None:
                     f"{type(optimizer).__name__} cannot step on flat shards: {reason}, and ranks hold only parts of a "
                     "matrix. Use an element-wise optimizer (SGD, Adam, AdamW, RMSprop, Adagrad, NAdam, RAdam, Adadelta)."
                 )
+
+
+def _warn_if_updates_vanish(bound: BoundOptimizer) -> None:
+    if bound.rank == 0 and any(p.is_trainable and is_half(p.grad_dtype) for p in bound.partitions()):
+        warnings.warn(
+            "weights and optimizer state are in half precision only: an update smaller than 1/512 of a bf16 weight (1/4096 "
+            "of an fp16 one) is lost, so small learning rates stop learning. Pass ZeroConfig(precision='bf16-mixed') for "
+            "fp32 masters, or precision=MixedPrecision(master=None, rounding='stochastic').",
+            stacklevel=4,
+        )
 
 
 def _choose_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:

@@ -136,7 +136,7 @@ def placeholder_values(like: Tensor, dtype: torch.dtype | None = None) -> Tensor
 def placeholder_grad(param: nn.Parameter) -> PartitionedGradient:
     """The placeholder that stands in `param.grad` once the gradient lives in shards."""
     with torch._C.DisableTorchFunctionSubclass():
-        grad = placeholder_values(param).as_subclass(PartitionedGradient)
+        grad = placeholder_values(param, param.grad_dtype).as_subclass(PartitionedGradient)
     grad._param = weakref.ref(param)
     return grad
 

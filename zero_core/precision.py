@@ -53,9 +53,14 @@ def is_uniform(dtypes: Iterable[torch.dtype]) -> bool:
     return len({dtype for dtype in dtypes if dtype.is_floating_point}) < 2
 
 
+def is_half(dtype: torch.dtype) -> bool:
+    """Whether `dtype` is floating-point with fewer digits than fp32."""
+    return dtype.is_floating_point and dtype.itemsize < 4
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that values of `dtype` are summed in: fp32 for half precision, which loses digits at each addition."""
-    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+    return torch.float32 if is_half(dtype) else dtype
 
 
 def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

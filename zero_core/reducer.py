@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from zero_core.collectives import Collectives
 from zero_core.config import ZeroConfig
 from zero_core.placeholder import PartitionedGradient, placeholder_grad
+from zero_core.precision import is_half
 from zero_core.unit import Partition, Slice, Unit
 
 
@@ -128,12 +129,15 @@ class Reducer:
         self.drop_zeroed()  # again: a retained graph comes here without a forward in between
         self.in_backward = True
         self._count_trainable()
+        waits_whole = not self._syncs or self.has_local_grads
         with torch._C.DisableTorchFunctionSubclass():
             for position, (_, partition, index) in enumerate(self._params):
                 param = partition.params[index]
                 if isinstance(param.grad, PartitionedGradient):
                     param.grad = None  # autograd would add to it
                     self._placeholders.add(position)
+                if waits_whole and param.grad is None and is_half(param.dtype):
+                    param.grad_dtype = torch.float32  # micro-batches add up with all digits
         self._on_backward_begin()
         end = weakref.WeakMethod(self._end_backward)
         Variable._execution_engine.queue_callback(lambda: _call(end))
@@ -179,6 +183,8 @@ class Reducer:
         with torch._C.DisableTorchFunctionSubclass():
             param = partition.params[index]
             grad, param.grad = param.grad, None
+            if param.grad_dtype != param.dtype:
+                param.grad_dtype = param.dtype
         earlier = partition.grads[index]
         partition.grads[index] = grad if grad is None or earlier is None else earlier + grad
 

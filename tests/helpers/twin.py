@@ -191,6 +191,54 @@ class Pair:
             self.check_weights()
 
 
+class HalfTwin:
+    """One process, weights in one dtype and masters in another; without autocast where they are the same."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: MakeOptimizer, dtype: torch.dtype, master: torch.dtype = torch.float32
+    ) -> None:
+        self.masters = copy.deepcopy(model).to(master)
+        self.model = copy.deepcopy(model)
+        for param in self.model.parameters():
+            param.data = param.data.to(dtype)
+        self.dtype, self.master = dtype, master
+        self.optimizer = optimizer(self.masters)
+
+    def backward(
+        self, data: dict[str, Tensor], parts: int, scale: float = 1.0, part: Callable[..., Any] = models.part
+    ) -> float:
+        """The mean of the parts' losses; their mean gradient is added to the masters'."""
+        losses, sums = [], [None] * len(list(self.model.parameters()))
+        for rank in range(parts):
+            mine = part(data, rank, parts)
+            if self.dtype == self.master:
+                loss = models.loss(self.model, cast(mine, self.dtype))
+            else:
+                with torch.autocast("cpu", self.dtype):
+                    loss = models.loss(self.model, mine)
+            (loss if scale == 1 else loss.float() * scale).backward()
+            losses.append(loss.item())
+            for i, param in enumerate(self.model.parameters()):
+                grad = param.grad.to(max(self.dtype, torch.float32, key=lambda d: d.itemsize))
+                sums[i] = grad if sums[i] is None else sums[i] + grad
+                param.grad = None
+        for master, total in zip(self.masters.parameters(), sums, strict=True):
+            grad = (total / parts).to(self.master)
+            master.grad = grad if master.grad is None else master.grad + grad
+        return sum(losses) / parts
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        with torch.no_grad():
+            for param, master in zip(self.model.parameters(), self.masters.parameters(), strict=True):
+                param.copy_(master)
+
+
+def cast(data: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {key: value.to(dtype) if value.is_floating_point() else value for key, value in data.items()}
+
+
 def random_batch(*shape: int, seed: int = 0) -> Tensor:
     """Normal values, the same on all ranks; the first dimension is the whole batch."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch import Tensor, nn
 
@@ -21,8 +23,8 @@ import lightning_zero
 from tests.helpers import models
 from tests.helpers.cases import Cases, check
 from tests.helpers.lightning import Module, loader, make_optimizer, trainer
-from tests.helpers.twin import largest_difference, mean_over_ranks
-from zero_core import PartitionedParameterError, ZeroStage
+from tests.helpers.twin import HalfTwin, largest_difference, mean_over_ranks
+from zero_core import MixedPrecision, PartitionedParameterError, ZeroStage
 
 cases = Cases(__name__)
 outcomes = cases.fixture(2, timeout=280)
@@ -447,6 +449,87 @@ def an_exception_leaves_the_module_recoverable(stage: int) -> None:
         pass
 
 
+def half_twin(dtype: torch.dtype, steps: int) -> HalfTwin:
+    """What the Trainer should arrive at, by one process with fp32 masters."""
+    twin = HalfTwin(models.build("llama"), lambda model: make_optimizer("adamw", model), dtype)
+    for step in range(steps):
+        # A DistributedSampler deals rows out in turn.
+        rows = models.batch("llama", step)
+        twin.backward(rows, dist.get_world_size(), part=lambda data, rank, n: {k: v[rank::n] for k, v in data.items()})
+        twin.step()
+    return twin
+
+
+@cases
+def bf16_mixed_trains_as_one_process_with_fp32_masters(stage: int) -> None:
+    expected = half_twin(torch.bfloat16, STEPS).masters.state_dict()
+    by_trainer = trainer(f"zero{stage}", precision="bf16-mixed")
+    by_strategy = trainer(lightning_zero.ZeroStrategy(stage=stage, precision="bf16-mixed"))
+    for run in (by_trainer, by_strategy):
+        module = Module("llama", "adamw")
+        run.fit(module, loader("llama", STEPS))
+        for name, value in module.model.state_dict().items():
+            assert value.dtype == torch.float32 and torch.equal(value, expected[name]), name
+
+
+@cases
+def fp16_with_a_loss_scale_that_checkpoints_keep(stage: int) -> None:
+    class Watch(Module):
+        def on_train_batch_end(self, *_: Any) -> None:
+            assert next(self.parameters()).dtype == torch.float16
+            self.scales = [*getattr(self, "scales", []), self.trainer.precision_plugin.scaler.get_scale()]
+
+    def run(first_scale: float, **settings: Any) -> pl.Trainer:
+        plugin = lightning_zero.ZeroPrecision("16-mixed", init_scale=first_scale, growth_interval=2)
+        return trainer(f"zero{stage}", plugins=plugin, max_epochs=2, gradient_clip_val=0.5, **settings)
+
+    path = folder()
+    saver = ModelCheckpoint(path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    module = Watch("llama", "adamw")
+    run(2.0**8, callbacks=[saver], enable_checkpointing=True).fit(module, loader("llama", 2))
+    assert module.scales == [2.0**8, 2.0**9, 2.0**9, 2.0**10]
+    resumed = Watch("llama", "adamw", seed=1)
+    run(2.0).fit(resumed, loader("llama", 2), ckpt_path=f"{path}/step=2.ckpt", weights_only=False)
+    assert resumed.scales == [2.0**9, 2.0**10]  # not from 2.0 on: the checkpoint's scale counts
+    for name, value in module.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+
+@cases
+def pure_half_and_double_cast_inputs(stage: int) -> None:
+    class Float(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = models.build("mlp")
+
+        def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+            self.seen = {batch["input"].dtype, self.net[0].weight.dtype, torch.ones(1).dtype}
+            return models.loss(self.net, batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    for precision, dtype in (("bf16-true", torch.bfloat16), ("16-true", torch.float16), ("64-true", torch.float64)):
+        module = Float()
+        before = [param.detach().clone() for param in module.parameters()]
+        trainer(f"zero{stage}", precision=precision).fit(module, loader("mlp", 2))
+        assert module.seen == {dtype}
+        assert torch.get_default_dtype() == torch.float32
+        assert largest_difference((p.float() for p in module.parameters()), before) > 0
+
+
+@cases
+def a_run_that_only_skips_ends_with_the_reason(stage: int) -> None:
+    class Overflows(Module):
+        def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+            return self(**batch) * (float("inf") if dist.get_rank() == 1 else 1.0)
+
+    policy = MixedPrecision(param=torch.float16, max_skips=3)
+    run = trainer(f"zero{stage}", plugins=lightning_zero.ZeroPrecision("16-mixed", policy=policy))
+    with pytest.raises(RuntimeError, match=r"3 steps in a row were skipped.*loss scale 16384"):
+        run.fit(Overflows(), loader("llama", STEPS))
+
+
 @cases.parametrize()
 def test_the_trainer_works_as_ever(case: tuple[str, int], outcomes: Any) -> None:
     check(outcomes, case)
@@ -459,11 +542,20 @@ def test_names_are_registered() -> None:
     assert "parameters" in StrategyRegistry["zero3"]["description"]
 
 
-def test_mixed_precision_is_refused_with_a_reason() -> None:
-    import pytest
+def test_two_precisions_that_differ_are_refused() -> None:
+    with pytest.raises(ValueError, match="Give one of them"):
+        pl.Trainer(
+            accelerator="cpu", devices=2, strategy=lightning_zero.ZeroStrategy(precision="bf16-true"),
+            precision="bf16-mixed", logger=False,
+        )  # fmt: skip
 
-    with pytest.raises(ValueError, match=r"full precision.*32-true"):
-        pl.Trainer(accelerator="cpu", devices=2, strategy="zero3", precision="bf16-mixed", logger=False)
+
+def test_a_precision_plugin_without_a_counterpart_is_refused() -> None:
+    class Other(Precision):
+        pass
+
+    with pytest.raises(ValueError, match=r"Other.*ZeroPrecision"):
+        pl.Trainer(accelerator="cpu", devices=2, strategy="zero3", plugins=Other(), logger=False)
 
 
 def test_the_environment_is_as_it_was() -> None:
