@@ -39,28 +39,29 @@ class Peer:
     report: Callable[[], dict[str, Any]] | None = None
 
 
-def build(variant: str, model: nn.Module) -> Peer:
+def build(variant: str, model: nn.Module, precision: str) -> Peer:
     """Wraps a model as one of the variants.
 
     Args:
         variant: A name from ``step_time.VARIANTS``.
-        model: A model with the same weights on every rank.
+        model: A model with the same weights on every rank, in fp32.
+        precision: ``"fp32"`` or ``"bf16"``.
 
     Returns:
         The variant, ready to train.
     """
     if variant.startswith("zero"):
-        return _zero(model, stage=int(variant.removeprefix("zero")))
+        return _zero(model, int(variant.removeprefix("zero")), precision)
     if variant.startswith("deepspeed"):
-        return _deepspeed(model, stage=int(variant.removeprefix("deepspeed")))
-    builders: dict[str, Callable[[nn.Module], Peer]] = {
+        return _deepspeed(model, int(variant.removeprefix("deepspeed")), precision)
+    builders: dict[str, Callable[[nn.Module, str], Peer]] = {
         "ddp": _ddp,
         "ddp_plain": _ddp_plain,
         "ddp_zero_redundancy_optimizer": _ddp_zero_redundancy_optimizer,
         "fsdp2": _fsdp2,
         "no_comm": _no_comm,
     }
-    return builders[variant](model)
+    return builders[variant](model, precision)
 
 
 def _fused_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
@@ -68,9 +69,12 @@ def _fused_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
 
 
-def _usual_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Batch], Tensor]:
+def _usual_loop(
+    model: nn.Module, optimizer: torch.optim.Optimizer, autocast: bool = False
+) -> Callable[[Batch], Tensor]:
     def step(batch: Batch) -> Tensor:
-        loss: Tensor = model(**batch).loss
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss: Tensor = model(**batch).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -79,18 +83,18 @@ def _usual_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[
     return step
 
 
-def _ddp(model: nn.Module) -> Peer:
+def _ddp(model: nn.Module, precision: str) -> Peer:
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return Peer(_usual_loop(wrapped, _fused_adamw(wrapped.parameters())), "AdamW, fused")
+    return Peer(_usual_loop(wrapped, _fused_adamw(wrapped.parameters()), precision == "bf16"), "AdamW, fused")
 
 
-def _ddp_plain(model: nn.Module) -> Peer:
+def _ddp_plain(model: nn.Module, precision: str) -> Peer:
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=LEARNING_RATE)
-    return Peer(_usual_loop(wrapped, optimizer), "AdamW, default")
+    return Peer(_usual_loop(wrapped, optimizer, precision == "bf16"), "AdamW, default")
 
 
-def _ddp_zero_redundancy_optimizer(model: nn.Module) -> Peer:
+def _ddp_zero_redundancy_optimizer(model: nn.Module, precision: str) -> Peer:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -100,28 +104,30 @@ def _ddp_zero_redundancy_optimizer(model: nn.Module) -> Peer:
         lr=LEARNING_RATE,
         fused=True,
     )
-    return Peer(_usual_loop(wrapped, optimizer), "ZeroRedundancyOptimizer(AdamW, fused)")
+    return Peer(_usual_loop(wrapped, optimizer, precision == "bf16"), "ZeroRedundancyOptimizer(AdamW, fused)")
 
 
-def _fsdp2(model: nn.Module) -> Peer:
+def _fsdp2(model: nn.Module, precision: str) -> Peer:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if precision == "bf16" else MixedPrecisionPolicy()
     for block in model.model.layers:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh, reshard_after_forward=True)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     return Peer(_usual_loop(model, _fused_adamw(model.parameters())), "AdamW, fused, on DTensor")
 
 
-def _no_comm(model: nn.Module) -> Peer:
-    return Peer(_usual_loop(model, _fused_adamw(model.parameters())), "AdamW, fused")
+def _no_comm(model: nn.Module, precision: str) -> Peer:
+    return Peer(_usual_loop(model, _fused_adamw(model.parameters()), precision == "bf16"), "AdamW, fused")
 
 
-def _zero(model: nn.Module, stage: int) -> Peer:
+def _zero(model: nn.Module, stage: int, precision: str) -> Peer:
     import zero_core
 
-    engine = zero_core.shard(model, zero_core.ZeroConfig(stage=stage))
+    policy = "bf16-mixed" if precision == "bf16" else None
+    engine = zero_core.shard(model, zero_core.ZeroConfig(stage=stage, precision=policy))
     optimizer = _fused_adamw(model.parameters())
     engine.bind(optimizer)  # rebinds the optimizer in place
 
@@ -135,7 +141,7 @@ def _zero(model: nn.Module, stage: int) -> Peer:
     return Peer(_usual_loop(model, optimizer), "AdamW, fused, on shards", report)
 
 
-def _deepspeed(model: nn.Module, stage: int) -> Peer:
+def _deepspeed(model: nn.Module, stage: int, precision: str) -> Peer:
     # Without this DeepSpeed probes for accelerators and may pick one that the gloo group cannot serve.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed  # type: ignore[import-not-found]
@@ -145,6 +151,7 @@ def _deepspeed(model: nn.Module, stage: int) -> Peer:
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,  # some releases clip by default, and nobody else here does
         "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": precision == "bf16"},
         # Take the AdamW below as it is: DeepSpeed's own CPU optimizer needs a compiler at run time.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
