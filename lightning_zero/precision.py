@@ -39,13 +39,13 @@ class ZeroPrecision(Precision):
     ) -> None:
         super().__init__()
         self.policy = policy or MixedPrecision.named(precision)
-        self.precision = precision  # type: ignore[assignment]
+        self.precision = _name(self.policy) if policy else precision  # type: ignore[assignment]
         self._scale_settings = {"init_scale": init_scale, "growth_interval": growth_interval}
         self._engine: ZeroEngine | None = None
         self.scaler: ZeroGradScaler | None = None
 
     @classmethod
-    def replacing(cls, plugin: Precision | None) -> ZeroPrecision:
+    def replacing(cls, plugin: Precision) -> ZeroPrecision:
         """The counterpart of the plugin that Lightning made of `Trainer(precision=...)`.
 
         Raises:
@@ -53,8 +53,8 @@ class ZeroPrecision(Precision):
         """
         if isinstance(plugin, cls):
             return plugin
-        if plugin is None or type(plugin) in (Precision, AmpPrecision, HalfPrecision, DoublePrecision):
-            return cls("32-true" if plugin is None else plugin.precision)
+        if type(plugin) in (Precision, AmpPrecision, HalfPrecision, DoublePrecision):
+            return cls(plugin.precision)
         raise ValueError(
             f"ZeroStrategy has no counterpart of {type(plugin).__name__}. Expected precision='32-true', 'bf16-mixed', "
             "'16-mixed', 'bf16-true', '16-true' or '64-true', or plugins=lightning_zero.ZeroPrecision(...)."
@@ -138,6 +138,13 @@ class ZeroPrecision(Precision):
         if self._engine is None:
             raise RuntimeError("ZeroPrecision works only inside a ZeroStrategy, after the model was set up.")
         return self._engine
+
+
+def _name(policy: MixedPrecision | None) -> str:
+    if policy is None:
+        return "32-true"
+    digits = {torch.bfloat16: "bf16", torch.float16: "16", torch.float64: "64"}.get(policy.param, "32")
+    return f"{digits}-{'mixed' if policy.autocasts else 'true'}"
 
 
 @contextmanager

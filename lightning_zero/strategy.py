@@ -114,15 +114,16 @@ class ZeroStrategy(DDPStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None
+        if plugin is None:  # under construction: a plugin of the strategy's would keep the Trainer from making one
+            return
         own = ZeroPrecision.replacing(plugin)
         policy = self.config.mixed_precision
         if policy is not None and own.policy not in (None, policy):
             raise ValueError(
-                f"the strategy says precision={self.config.precision!r} and the Trainer precision={own.precision!r}. "
-                "Give one of them."
+                f"the strategy says precision={policy} and the Trainer precision={own.precision!r}. Give one of them."
             )
-        own.policy = own.policy or policy
-        self._precision_plugin = own
+        self._precision_plugin = own if own.policy == policy or policy is None else ZeroPrecision(policy=policy)
 
     # -- set-up and teardown ---------------------------------------------------------------------------------------
 

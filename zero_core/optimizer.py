@@ -171,8 +171,10 @@ class BoundOptimizer:
         for partition in self.partitions():
             if partition.dtypes.rounds_stochastically:
                 partition.narrow(self._generator(partition.master.device))
-        for group, params in zip(self.optimizer.param_groups, self.groups, strict=True):
-            group["params"] = params
+        # Groups that were added meanwhile hold the model's parameters and are taken in by the next step.
+        for group, params, slices in zip(self.optimizer.param_groups, self.groups, self._slices, strict=False):
+            if group["params"] is slices:
+                group["params"] = params
 
     def _generator(self, device: torch.device) -> torch.Generator:
         # Its own, so that neither the user's random numbers nor the ranks' different shards depend on each other.

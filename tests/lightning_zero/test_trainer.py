@@ -465,7 +465,9 @@ def bf16_mixed_trains_as_one_process_with_fp32_masters(stage: int) -> None:
     expected = half_twin(torch.bfloat16, STEPS).masters.state_dict()
     by_trainer = trainer(f"zero{stage}", precision="bf16-mixed")
     by_strategy = trainer(lightning_zero.ZeroStrategy(stage=stage, precision="bf16-mixed"))
-    for run in (by_trainer, by_strategy):
+    by_both = trainer(lightning_zero.ZeroStrategy(stage=stage), precision="bf16-mixed")
+    for run in (by_trainer, by_strategy, by_both):
+        assert run.precision == "bf16-mixed"
         module = Module("llama", "adamw")
         run.fit(module, loader("llama", STEPS))
         for name, value in module.model.state_dict().items():
