@@ -24,7 +24,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_zero.precision import ZeroPrecision
-from zero_core import MixedPrecision, ZeroConfig, ZeroEngine, ZeroStage, shard
+from zero_core import MixedPrecision, Offload, ZeroConfig, ZeroEngine, ZeroStage, shard
 from zero_core.collectives import destroy_process_groups_at_exit
 
 
@@ -41,6 +41,7 @@ class ZeroStrategy(DDPStrategy):
         prefetch_bytes: bytes gathered ahead.
         local_accumulation: where gradients wait under `accumulate_grad_batches`.
         precision: a `zero_core.MixedPrecision` or its name, instead of `Trainer(precision=...)`.
+        offload: "optimizer", "all" (stage 3: the weights' shards too), or a `zero_core.Offload`.
         accelerator: this and the following are Lightning's own (see `DDPStrategy`).
         parallel_devices: devices of this node's processes.
         cluster_environment: how ranks find each other.
@@ -64,6 +65,7 @@ class ZeroStrategy(DDPStrategy):
         prefetch_bytes: int | None = None,
         local_accumulation: bool | None = None,
         precision: MixedPrecision | str | None = None,
+        offload: Offload | str | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -80,6 +82,7 @@ class ZeroStrategy(DDPStrategy):
             prefetch_bytes=prefetch_bytes,
             local_accumulation=local_accumulation,
             precision=precision,
+            offload=offload,
         )
         super().__init__(
             accelerator=accelerator,
@@ -264,14 +267,14 @@ class ZeroStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers `zero1`, `zero2` and `zero3`."""
+        """Registers `zero1`, `zero2` and `zero3`, and `zero2_offload` and `zero3_offload` with shards in host memory."""
         for stage in ZeroStage:
-            strategy_registry.register(
-                f"zero{stage.value}",
-                cls,
-                description=f"ZeRO stage {stage.value}: partitions {_PARTITIONED[stage]}",
-                stage=stage.value,
-            )
+            description = f"ZeRO stage {stage.value}: partitions {_PARTITIONED[stage]}"
+            strategy_registry.register(f"zero{stage.value}", cls, description=description, stage=stage.value)
+        for stage, offload in ((ZeroStage.GRADIENTS, "optimizer"), (ZeroStage.PARAMETERS, "all")):
+            description = f"ZeRO stage {stage.value}: partitions {_PARTITIONED[stage]}, in host memory"
+            name = f"zero{stage.value}_offload"
+            strategy_registry.register(name, cls, description=description, stage=stage.value, offload=offload)
 
 
 _PARTITIONED = {

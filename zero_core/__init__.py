@@ -1,6 +1,6 @@
 """ZeRO (Rajbhandari et al., SC 2020) for plain PyTorch: partition optimizer state, gradients and parameters."""
 
-from zero_core.config import MixedPrecision, ZeroConfig, ZeroStage
+from zero_core.config import MixedPrecision, Offload, ZeroConfig, ZeroStage
 from zero_core.engine import ZeroEngine, shard
 from zero_core.errors import PartitionedParameterError, UnsupportedOptimizerError
 from zero_core.memory import Held, Report, Sent
@@ -9,6 +9,7 @@ from zero_core.scaler import ZeroGradScaler
 __all__ = [
     "Held",
     "MixedPrecision",
+    "Offload",
     "PartitionedParameterError",
     "Report",
     "Sent",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -128,6 +129,55 @@ class MixedPrecision:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Offload:
+    """Where shards live between their uses; a placement, not a mode.
+
+    Args:
+        optimizer: memory of masters, gradient shards and optimizer state, and so where the optimizer steps: "device",
+            "cpu" (host memory) or "disk" (memory-mapped files).
+        params: at stage 3, memory of the weights' shards, from which units are gathered: "device", or "cpu" or "disk" like
+            the optimizer, whose masters then are the shards.
+        directory: for "disk", a directory on a disk with room for the shards.
+
+    Raises:
+        ValueError: the words do not fit together.
+    """
+
+    optimizer: Literal["device", "cpu", "disk"] = "cpu"
+    params: Literal["device", "cpu", "disk"] = "device"
+    directory: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("optimizer", "params"):
+            if getattr(self, name) not in ("device", "cpu", "disk"):
+                raise ValueError(f'Offload.{name} must be "device", "cpu" or "disk", got {getattr(self, name)!r}.')
+        if self.params != "device" and self.params != self.optimizer:
+            raise ValueError(
+                f'Offload.params must be "device" or the same as Offload.optimizer, got params="{self.params}" and '
+                f'optimizer="{self.optimizer}": the optimizer steps on the shards where they are.'
+            )
+        if (self.optimizer == "disk") != (self.directory is not None):
+            raise ValueError(
+                f'Offload.directory goes with "disk": got optimizer="{self.optimizer}" and directory={self.directory!r}.'
+            )
+
+    @classmethod
+    def named(cls, name: str) -> Offload:
+        """The policy of a name.
+
+        Args:
+            name: "optimizer" (masters, gradient shards, optimizer state and the step in host memory) or "all" (the
+                weights' shards too).
+
+        Raises:
+            ValueError: another name.
+        """
+        if name not in ("optimizer", "all"):
+            raise ValueError(f'offload must be "optimizer" or "all" (or an Offload), got {name!r}.')
+        return cls(params="cpu" if name == "all" else "device")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
     """Settings of one engine. The defaults suit most models; the stage is the one to choose.
 
@@ -142,6 +192,7 @@ class ZeroConfig:
             parameter, nothing sent) or are reduced into shards by every backward. `None`: as the stage
             says, whole at stage 1 and as shards at stages 2 and 3.
         precision: dtypes, as a policy or by its name ("bf16-mixed"). `None`: the model's own, for everything.
+        offload: where shards live, as a policy or by its name ("optimizer", "all"). `None`: on the device.
 
     Raises:
         ValueError: a value is out of range; the message says what was expected.
@@ -153,11 +204,18 @@ class ZeroConfig:
     prefetch_bytes: int | None = None
     local_accumulation: bool | None = None
     precision: MixedPrecision | str | None = None
+    offload: Offload | str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stage", _stage(self.stage))
         object.__setattr__(self, "unit_classes", _unit_classes(self.unit_classes))
         object.__setattr__(self, "precision", _policy(self.precision))
+        object.__setattr__(self, "offload", _offload(self.offload))
+        if self.placement.params != "device" and not self.zero_stage.shards_parameters:
+            raise ValueError(
+                f"stage {self.zero_stage.value} keeps the weights whole on the device, so their shards cannot be offloaded: "
+                'use offload="optimizer", or stage=3.'
+            )
         if self.unit_numel < 1:
             raise ValueError(f"unit_numel must be at least 1 element, got {self.unit_numel}.")
         if self.prefetch_bytes is not None and self.prefetch_bytes < 0:
@@ -172,6 +230,11 @@ class ZeroConfig:
     def mixed_precision(self) -> MixedPrecision | None:
         """The precision policy; `None` for the model's own dtypes."""
         return _policy(self.precision)
+
+    @property
+    def placement(self) -> Offload:
+        """Where shards live."""
+        return _offload(self.offload) or Offload(optimizer="device")
 
     @property
     def accumulates_locally(self) -> bool:
@@ -196,6 +259,14 @@ def _policy(value: MixedPrecision | str | None) -> MixedPrecision | None:
         return MixedPrecision.named(value)
     if value is not None and not isinstance(value, MixedPrecision):
         raise ValueError(f"precision must be a MixedPrecision, its name or None, got {value!r}.")
+    return value
+
+
+def _offload(value: Offload | str | None) -> Offload | None:
+    if isinstance(value, str):
+        return Offload.named(value)
+    if value is not None and not isinstance(value, Offload):
+        raise ValueError(f"offload must be an Offload, its name or None, got {value!r}.")
     return value
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from zero_core.config import ZeroConfig
 from zero_core.flat_buffer import BufferPool
 from zero_core.materialize import materialize, materialize_buffers
 from zero_core.nonfinite import NonFiniteGuard
+from zero_core.offload import ShardMemory
 from zero_core.optimizer import BoundOptimizer
 from zero_core.precision import dtypes_of, is_uniform
 from zero_core.reducer import Reducer
@@ -56,6 +57,7 @@ def shard(
     policy = config.mixed_precision
     uniform = is_uniform(param.dtype for param in model.parameters())
     target = _device_of(model, device)
+    shard_memory = ShardMemory.of(config.placement, target)
     collectives = Collectives(process_group, target)
     partitioning = units.find(model, config)
     pool = BufferPool()
@@ -64,7 +66,14 @@ def shard(
     for index, spec in enumerate(partitioning.units):
         materialize(model, spec, target)
         unit = Unit(
-            spec, index, tag, collectives, config.zero_stage, pool, lambda given: dtypes_of(given, policy, uniform)
+            spec,
+            index,
+            tag,
+            collectives,
+            config.zero_stage,
+            pool,
+            lambda given: dtypes_of(given, policy, uniform),
+            shard_memory,
         )
         tag += len(unit.partitions)
         built[id(spec)] = unit
@@ -148,14 +157,16 @@ class ZeroEngine:
         Raises:
             ValueError: a parameter in its groups is not the model's.
             UnsupportedOptimizerError: it needs whole matrices (a `ValueError`).
-            RuntimeError: it is bound already.
+            RuntimeError: it is bound already, or there is no room on disk for its state.
         """
         if id(optimizer) in self._bound:
             raise RuntimeError(
                 f"this {type(optimizer).__name__} is bound already; bind each optimizer once. Parameters added by "
                 "add_param_group are taken in at the next step by themselves."
             )
-        self._bound[id(optimizer)] = BoundOptimizer(optimizer, self._runtime, self._before_step, self._stepped)
+        self._bound[id(optimizer)] = BoundOptimizer(
+            optimizer, self._runtime, self._before_step, self._runtime.publish, self._stepped
+        )
         return optimizer
 
     def _before_step(self, bound: BoundOptimizer) -> None:
@@ -165,8 +176,7 @@ class ZeroEngine:
         if self._guard is not None:
             self._guard.check(bound)
 
-    def _stepped(self, units: Sequence[Unit]) -> None:
-        self._runtime.publish(units)
+    def _stepped(self) -> None:
         self._steps += 1
         self._last_step = self._collectives.traffic.since(self._step_began)
         self._step_began = self._collectives.traffic.copy()
@@ -276,7 +286,7 @@ class ZeroEngine:
         self._reducer.reduce_local_grads()
         self._reducer.drop_zeroed()
         _, partition, index = self._runtime.locate(param)
-        shard = partition.grad_shard(index)
+        shard = partition.master.gradient(index)
         if not any(self._collectives.any_rank([shard is not None])()):
             return None
         return partition.whole(index, shard)

@@ -23,11 +23,13 @@ class Held:
         bytes: held now.
         formula: the paper's bytes for this kind, stage and world size (section 5), for the model's dtypes; what is
             above it is padding, or the optimizer's step counts. "gathered" has no formula: 0 at rest.
+        place: "device", "host" or "disk"; on a CPU "device" is what would be on one.
     """
 
     kind: str
     bytes: int
     formula: int
+    place: str = "device"
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,10 @@ class Report:
         skipped = f", {self.skipped} skipped" if self.skipped else ""
         lines = [f"ZeRO stage {self.stage}, rank {self.rank} of {self.world_size}, after {self.steps} step(s){skipped}"]
         lines.append(f"  {'held':<12}{'bytes':>16}{'formula':>16}")
-        lines += [f"  {h.kind:<12}{h.bytes:>16,}{h.formula:>16,}" for h in self.held]
+        lines += [
+            f"  {h.kind:<12}{h.bytes:>16,}{h.formula:>16,}{'' if h.place == 'device' else '  on ' + h.place}"
+            for h in self.held
+        ]
         lines.append(f"  {'sent a step':<12}{'bytes':>16}{'formula':>16}{'calls':>8}")
         lines += [f"  {s.kind:<12}{s.bytes:>16,}{s.formula:>16,}{s.calls:>8}" for s in self.sent]
         return "\n".join(lines)
@@ -85,33 +90,44 @@ def held(
     """Scans what this rank holds now; `spare` bytes are kept for the next gather."""
     partitions = [partition for unit in units for partition in unit.partitions]
     trainable = [p for p in partitions if p.is_trainable]
-    # At stage 3 what has the weights' own dtype is them; with more digits it is a master, and no other copy is kept.
-    masters = [
-        p for p in partitions if p.has_own_master and not (stage.shards_parameters and p.master.dtype == p.layout.dtype)
-    ]
-    weights = [p for p in partitions if not stage.shards_parameters or p not in masters]
+    place = partitions[0].master.place if partitions else "device"
+    shares_weights = stage.shards_parameters
+    own = [p for p in partitions if not p.master.in_place]
+    # At stage 3 the weights are this rank's shards: a copy of their own beside masters elsewhere, else the masters
+    # where these have the weights' dtype. With more digits masters are the only copy between uses.
+    shards = [p for p in own if shares_weights and not p.shard_nbytes and p.master.tensor.dtype == p.layout.dtype]
+    masters = [p for p in own if p not in shards]
+    weights = [p for p in partitions if not shares_weights or p in shards or p.shard_nbytes]
+    parameters = sum(p.master.tensor.nbytes for p in shards) + sum(p.shard_nbytes for p in partitions)
     buffers = sum(p.buffer.nbytes for p in partitions)
-    shards = sum(p.master.nbytes for p in weights if p.has_own_master)
+    part = 1 / world_size
     states = list(optimizer_state)
     # Adam keeps two moments an element; the formula follows whatever the bound optimizers keep.
     copies = _state_copies(states, sum(s.piece.numel for p in trainable for items in p.slices for s in items))
-    parameters, gathered = (shards, buffers + spare) if stage.shards_parameters else (buffers, 0)
-    part = 1 / world_size
-    return (
-        Held("parameters", parameters, _nbytes(weights, "compute", part if stage.shards_parameters else 1)),
+    whole_gradients = sum(p.whole_grad_nbytes for p in partitions)
+    gradients = sum(p.master.gradient_nbytes for p in partitions)
+    gradient_formula = _nbytes(trainable, "step", part if stage.shards_gradients else 1)
+    lines = [
+        Held(
+            "parameters",
+            parameters if shares_weights else buffers,
+            _nbytes(weights, "compute", part if shares_weights else 1),
+            place if shards else "device",
+        ),
         Held(
             "masters",
-            sum(p.master.nbytes for p in masters),
-            round(sum(p.layout.numel * p.master.itemsize for p in masters) * part),
+            sum(p.master.tensor.nbytes for p in masters),
+            round(sum(p.layout.numel * p.master.tensor.itemsize for p in masters) * part),
+            place,
         ),
-        Held("gathered", gathered, 0),
-        Held(
-            "gradients",
-            sum(p.grad_nbytes for p in partitions),
-            _nbytes(trainable, "step", part if stage.shards_gradients else 1),
-        ),
-        Held("optimizer", sum(t.nbytes for t in states), copies * _nbytes(trainable, "step", part)),
-    )
+        Held("gathered", buffers + spare if shares_weights else 0, 0),
+    ]
+    if place == "device":
+        lines.append(Held("gradients", whole_gradients + gradients, gradient_formula))
+    else:  # on disk only what outlives a step
+        lines += [Held("gradients", whole_gradients, 0), Held("gradients", gradients, gradient_formula, "host")]
+    lines.append(Held("optimizer", sum(t.nbytes for t in states), copies * _nbytes(trainable, "step", part), place))
+    return tuple(lines)
 
 
 def sent(units: Sequence[Unit], stage: ZeroStage, world_size: int, traffic: Traffic) -> tuple[Sent, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,9 +14,10 @@ from torch.optim import Optimizer
 
 from zero_core.collectives import flat_view
 from zero_core.errors import UnsupportedOptimizerError
+from zero_core.master import Slice
 from zero_core.precision import is_half
 from zero_core.runtime import Runtime
-from zero_core.unit import Partition, Slice, Unit
+from zero_core.unit import Partition, Unit
 
 # Optimizers whose update of an element looks at the whole matrix (its norm, its factors, its spectrum), by class name.
 _NEEDS_WHOLE_MATRICES = {
@@ -45,11 +47,13 @@ class BoundOptimizer:
         optimizer: the user's optimizer over parameters of the engine.
         runtime: knows where each parameter lives.
         before_step: called before each step, with this object.
-        after_step: called after each step with the units it changed.
+        after_units: called with units whose step is done.
+        after_step: called after each step.
 
     Raises:
         ValueError: a parameter is not the engine's.
         UnsupportedOptimizerError: the optimizer needs whole matrices.
+        RuntimeError: there is no room on disk for the optimizer's state.
     """
 
     def __init__(
@@ -57,19 +61,26 @@ class BoundOptimizer:
         optimizer: Optimizer,
         runtime: Runtime,
         before_step: Callable[[BoundOptimizer], None],
-        after_step: Callable[[Sequence[Unit]], None],
+        after_units: Callable[[Sequence[Unit]], None],
+        after_step: Callable[[], None],
     ) -> None:
         _refuse_if_not_elementwise(optimizer)
         self.optimizer = optimizer
         self._runtime = runtime
         self._before_step = before_step
+        self._after_units = after_units
         self._after_step = after_step
         self.groups: list[list[nn.Parameter]] = []
         self._slices: list[list[nn.Parameter]] = []
+        self._shown: list[list[nn.Parameter]] = []  # what was put into the groups in place of `groups`
         self._rounding: dict[torch.device, torch.Generator] = {}
         self._show_slices()
         self._show_params()
         _warn_if_updates_vanish(self)
+        if any(partition.master.place == "disk" for partition in self.partitions()):
+            keys = _state_keys(optimizer)
+            for partition in self.partitions():
+                partition.master.reserve(keys)
         # The optimizer's hooks are what keeps this object (and the engine) alive.
         self._handles = [
             optimizer.register_step_pre_hook(lambda _, args, kwargs: self._on_step(args, kwargs)),
@@ -143,10 +154,47 @@ class BoundOptimizer:
     def _prepare_step(self) -> None:
         self._before_step(self)
         self._show_slices()
+        if self._steps_by_unit:
+            self._step_all_but_last_unit()
+
+    @property
+    def _steps_by_unit(self) -> bool:
+        # An optimizer of somebody else's may count its calls.
+        from_torch = type(self.optimizer).__module__.startswith("torch.optim")
+        return from_torch and any(partition.master.place != "device" for partition in self.partitions())
+
+    def _step_all_but_last_unit(self) -> None:
+        """Steps unit after unit, each on its way while the next one steps; torch's own call then does the last."""
+        step = type(self.optimizer).step.__wrapped__  # type: ignore[attr-defined]
+        *units, last = self.units()
+        for unit in units:
+            self._show_unit(unit)
+            step(self.optimizer)
+            self._finish([unit])
+        self._show_unit(last)
+
+    def _show_unit(self, unit: Unit) -> None:
+        own = {id(item.param) for p in unit.partitions for items in p.slices for item in items}
+        self._show([[param for param in slices if id(param) in own] for slices in self._slices])
+
+    def _show(self, lists: list[list[nn.Parameter]]) -> None:
+        self._shown = lists
+        for group, params in zip(self.optimizer.param_groups, lists, strict=True):
+            group["params"] = params
+
+    def _finish(self, units: Sequence[Unit]) -> None:
+        for partition in (partition for unit in units for partition in unit.partitions):
+            self._narrow(partition)
+            for item in (item for items in partition.slices for item in items):
+                if item.param in self.optimizer.state:
+                    partition.master.keep_state(item, self.optimizer.state[item.param])
+        self._after_units(units)
 
     def _on_stepped(self) -> None:
         self._show_params()
-        self._after_step(self.units())
+        units = self.units()
+        self._finish(units[-1:] if self._steps_by_unit else units)
+        self._after_step()
 
     def _show_slices(self) -> None:
         """Puts slices into the groups; takes in parameters that were added meanwhile."""
@@ -157,24 +205,27 @@ class BoundOptimizer:
             if number == len(self.groups):
                 self.groups.append([])
                 self._slices.append([])
-            if group["params"] is not self._slices[number]:
+            if number >= len(self._shown) or group["params"] is not self._shown[number]:
                 self._take_in(number, group["params"])
-            group["params"] = self._slices[number]
+        self._show(list(self._slices))
         for partition in self.partitions():
             if partition.dtypes.rounds_stochastically:
-                partition.widen()
+                partition.master.widen()
         for group in groups:
             _choose_fused(self.optimizer, group)
 
     def _show_params(self) -> None:
         """Puts the model's parameters back into the groups."""
         for partition in self.partitions():
-            if partition.dtypes.rounds_stochastically:
-                partition.narrow(self._generator(partition.master.device))
+            self._narrow(partition)
         # Groups that were added meanwhile hold the model's parameters and are taken in by the next step.
-        for group, params, slices in zip(self.optimizer.param_groups, self.groups, self._slices, strict=False):
-            if group["params"] is slices:
+        for group, params, shown in zip(self.optimizer.param_groups, self.groups, self._shown, strict=False):
+            if group["params"] is shown:
                 group["params"] = params
+
+    def _narrow(self, partition: Partition) -> None:
+        if partition.dtypes.rounds_stochastically:
+            partition.master.narrow(self._generator(partition.master.tensor.device))
 
     def _generator(self, device: torch.device) -> torch.Generator:
         # Its own, so that neither the user's random numbers nor the ranks' different shards depend on each other.
@@ -200,7 +251,9 @@ class BoundOptimizer:
             if state:
                 own = slice_state(state, item, layout.shape, layout.stride)
                 self.optimizer.state[item.param] = {
-                    key: value.to(partition.grad_dtype) if is_elementwise(key, value, item.param.shape) else value
+                    key: value.to(partition.master.step_dtype)
+                    if is_elementwise(key, value, item.param.shape)
+                    else value
                     for key, value in own.items()
                 }
 
@@ -258,13 +311,26 @@ def _refuse_if_not_elementwise(optimizer: Optimizer) -> None:
 
 
 def _warn_if_updates_vanish(bound: BoundOptimizer) -> None:
-    if bound.rank == 0 and any(p.is_trainable and is_half(p.grad_dtype) for p in bound.partitions()):
+    if bound.rank == 0 and any(p.is_trainable and is_half(p.master.step_dtype) for p in bound.partitions()):
         warnings.warn(
             "weights and optimizer state are in half precision only: an update smaller than 1/512 of a bf16 weight (1/4096 "
             "of an fp16 one) is lost, so small learning rates stop learning. Pass ZeroConfig(precision='bf16-mixed') for "
             "fp32 masters, or precision=MixedPrecision(master=None, rounding='stochastic').",
             stacklevel=4,
         )
+
+
+def _state_keys(optimizer: Optimizer) -> list[str]:
+    """The names of the state that the optimizer keeps per element, found by a step on one element."""
+    param = nn.Parameter(torch.zeros(1))
+    param.grad = torch.zeros(1)
+    accepted = inspect.signature(type(optimizer)).parameters
+    try:
+        trial = type(optimizer)([param], **{key: value for key, value in optimizer.defaults.items() if key in accepted})
+    except TypeError:  # a constructor unlike torch's; its state finds its place after the first step
+        return []
+    trial.step()
+    return [key for key, value in trial.state[param].items() if is_elementwise(key, value, (1,))]
 
 
 def _choose_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:

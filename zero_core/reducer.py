@@ -13,9 +13,10 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_core.collectives import Collectives
 from zero_core.config import ZeroConfig
+from zero_core.master import Slice
 from zero_core.placeholder import PartitionedGradient, placeholder_grad
 from zero_core.precision import is_half
-from zero_core.unit import Partition, Slice, Unit
+from zero_core.unit import Partition, Unit
 
 
 class Reducer:
@@ -227,6 +228,9 @@ class Reducer:
         for unit in sorted(self._late, key=lambda late: late.index):
             self._launch(unit)
         self._finish_in_flight()
+        for unit in self._waiting_for:
+            for partition in unit.partitions:
+                partition.master.settle()
         self.has_local_grads = False
         self._show_placeholders(self._used_anywhere())
         if not self._order_is_shared:

@@ -350,7 +350,7 @@ class Runtime:
         if not self._loading:
             return False
         unit, partition, index = self._where[id(param)]
-        partition.load(index, source)
+        partition.master.load(index, source)
         if unit.state is UnitState.GATHERED:
             with torch.no_grad():
                 partition.buffer.views[index].copy_(source)
@@ -436,7 +436,7 @@ class Runtime:
     def loading(self) -> Iterator[None]:
         """Inside, `copy_` into a parameter goes to this rank's master, and into the weights where they are whole."""
         self._loading = True
-        own_masters = [part for unit in self._units for part in unit.partitions if part.has_own_master]
+        own_masters = [part for unit in self._units for part in unit.partitions if not part.master.in_place]
         if not self._stage.shards_parameters:
             for unit in self._units:
                 unit.gather()
@@ -458,6 +458,8 @@ class Runtime:
             return
         self.reshard()  # what is gathered is old now
         for unit in units:
+            for partition in unit.partitions:
+                partition.refresh_shard()
             if unit.state is not UnitState.SHARDED:  # a step inside a training step that is still running
                 unit.gather()
                 unit.refresh()

@@ -147,7 +147,7 @@ def _partitions(bound: BoundOptimizer, runtime: Runtime) -> list[Partition]:
 
 def _assemble(partition: Partition, bound: BoundOptimizer, key: str, dtype: torch.dtype) -> Tensor:
     """This rank's shard of one state, in the layout of the parameters."""
-    shard = torch.zeros(partition.layout.shard_numel, dtype=dtype, device=partition.master.device)
+    shard = torch.zeros(partition.layout.shard_numel, dtype=dtype, device=partition.buffer.device)
     for items in partition.slices:
         for item in items:
             value = bound.optimizer.state.get(item.param, {}).get(key)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from zero_core.collectives import Collectives, Pending, flat_view
+from zero_core.collectives import Collectives, Pending
 from zero_core.config import ZeroStage
 from zero_core.flat_buffer import BufferPool, FlatBuffer
-from zero_core.layout import FlatLayout, Piece, flat_layout
+from zero_core.layout import FlatLayout, flat_layout
+from zero_core.master import Master, Slice
+from zero_core.offload import ShardMemory
 from zero_core.placeholder import PartitionedGradient, PartitionedParameter, placeholder_values
-from zero_core.precision import Dtypes, round_stochastically
+from zero_core.precision import Dtypes
 from zero_core.units import UnitSpec
-
-# An optimizer without a fused step makes several passes over each tensor; slices of this size stay in a CPU's cache.
-_CPU_SLICE_NUMEL = 256 * 1024
 
 
 class UnitState(enum.Enum):
@@ -27,19 +25,6 @@ class UnitState(enum.Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     GATHERED = "gathered"
-
-
-@dataclass(frozen=True)
-class Slice:
-    """A part of a parameter that this rank owns, as the optimizer sees it.
-
-    Attributes:
-        piece: which elements.
-        param: 1-D leaf tensor, a view of the master shard. Its `.grad` may have another dtype, that of the step.
-    """
-
-    piece: Piece
-    param: nn.Parameter
 
 
 class Partition:
@@ -53,6 +38,7 @@ class Partition:
         pool: memory for the whole weights.
         dtypes: of compute, masters, step and wire, for when the parameters are trained; frozen ones have no more
             digits than they were given.
+        memory: where masters and shards live.
     """
 
     def __init__(
@@ -63,9 +49,11 @@ class Partition:
         tag: int,
         pool: BufferPool,
         dtypes: Dtypes,
+        memory: ShardMemory,
     ) -> None:
         self.layout: FlatLayout = flat_layout(named_params, collectives.world_size, dtypes.compute)
         self.dtypes = dtypes
+        self._memory = memory
         by_name = dict(named_params)
         self.params: list[nn.Parameter] = [by_name[p.fqn] for p in self.layout.params]
         self.tag = tag
@@ -84,14 +72,13 @@ class Partition:
             if whole is not self.buffer.tensor:
                 self.buffer.tensor.copy_(whole)
             own = whole[collectives.rank * self.layout.shard_numel :][: self.layout.shard_numel]
-            # At stages 1 and 2 the weights' own slice is the master, unless that has more digits.
-            self.has_own_master = stage.shards_parameters or whole is not self.buffer.tensor
-            self.master: Tensor = own.clone() if self.has_own_master else own
-            self.slices: list[list[Slice]] = [[] for _ in self.params]
-            for piece in self._cut(self.layout.pieces(collectives.rank)):
-                part = self.master[piece.shard_offset : piece.shard_offset + piece.numel]
-                differentiable = part.is_floating_point() or part.is_complex()
-                self.slices[piece.index].append(Slice(piece, nn.Parameter(part, requires_grad=differentiable)))
+            # At stages 1 and 2 the weights' own slice is the master, unless that has more digits or lives elsewhere.
+            in_place = not stage.shards_parameters and whole is self.buffer.tensor and memory.masters.name == "device"
+            self.master = Master(
+                own, self.layout, collectives.rank, dtypes, None if in_place else memory.masters, memory.copies
+            )
+            # Gathered from, where masters live elsewhere but the weights' shards stay on the device.
+            self._shard = own.to(dtypes.compute, copy=True) if memory.keeps_shards and stage.shards_parameters else None
         # One entry a parameter; a gradient waits here from its arrival until its reduction is finished.
         self.grads: list[Tensor | None] = [None] * len(self.params)
         self._reducing: tuple[Pending, Tensor, list[Tensor | None]] | None = None
@@ -110,21 +97,12 @@ class Partition:
 
     def promote(self) -> None:
         """Gives a partition that was frozen the masters of a trainable one."""
-        if self.master.dtype == self.dtypes.master:
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            self.master, self.has_own_master = self.master.to(self.dtypes.master), True
-            for items in self.slices:
-                for item in items:
-                    start = item.piece.shard_offset
-                    item.param.data = self.master[start : start + item.piece.numel]
+        self.master.promote(self._memory.masters)
 
-    def _cut(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
-        limit = _CPU_SLICE_NUMEL if self.buffer.device.type == "cpu" else 2**62
-        for piece in pieces:
-            for start in range(piece.start, max(piece.stop, 1), limit):
-                stop = min(start + limit, piece.stop)
-                yield Piece(piece.index, start, stop, piece.shard_offset + start - piece.start)
+    @property
+    def slices(self) -> list[list[Slice]]:
+        """Per parameter, this rank's slices of it."""
+        return self.master.slices
 
     @property
     def is_trainable(self) -> bool:
@@ -136,11 +114,14 @@ class Partition:
         """Starts filling the buffer from all ranks' masters."""
         with torch.no_grad():
             self.buffer.allocate()
-            if self.has_own_master:
-                self.buffer.shard(self._collectives.rank).copy_(self.master)
-            self._gathering = self._collectives.all_gather(
-                self.layout, self.buffer.tensor, self.tag, self.layout.params[0].fqn
-            )
+            with self._memory.copies.copying():
+                if not self.master.in_place:
+                    source = self.master.tensor if self._shard is None else self._shard
+                    self.buffer.shard(self._collectives.rank).copy_(source, non_blocking=True)
+                self._gathering = self._collectives.all_gather(
+                    self.layout, self.buffer.tensor, self.tag, self.layout.params[0].fqn
+                )
+            self.master.evict()
 
     def finish_gather(self) -> None:
         """Waits for `start_gather`."""
@@ -165,27 +146,17 @@ class Partition:
         for param in self.params:
             param.__class__ = PartitionedParameter
 
-    def load(self, index: int, source: Tensor) -> None:
-        """Writes this rank's part of parameter `index` from the whole `source` (logical shape, any device)."""
-        layout = self.layout.params[index]
-        with torch.no_grad():
-            flat = flat_view(source.detach().expand(layout.shape), layout.stride)
-            for item in self.slices[index]:
-                item.param.copy_(flat[item.piece.start : item.piece.stop])
-
     def keep_changes(self) -> None:
-        """Takes what a user wrote into whole weights over into this rank's master, or the next gather would undo it.
+        """Takes what a user wrote into whole weights over into this rank's master, or the next gather would undo it."""
+        if not self.master.in_place:
+            self.master.take_over(self.buffer.shard(self._collectives.rank))
 
-        No version counter tells: writes through `param.data` leave it alone.
-        """
-        if not self.has_own_master:
-            return
-        with torch.no_grad():
-            written = self.buffer.shard(self._collectives.rank)
-            expected = self.master.to(written.dtype)
-            if not torch.equal(written, expected):
-                # Elements nobody wrote keep the digits that only the master has.
-                self.master.copy_(torch.where(written == expected, self.master, written.to(self.master.dtype)))
+    def refresh_shard(self) -> None:
+        """After a step at stage 3: brings the weights' shard up to date with the master, where both are kept."""
+        if self._shard is not None:
+            with torch.no_grad(), self._memory.copies.copying():
+                self._shard.copy_(self.master.tensor, non_blocking=True)
+        self.master.evict()
 
     def restore(self) -> None:
         """Leaves the parameters whole, with all digits, in the dtype they came in. All ranks."""
@@ -197,12 +168,13 @@ class Partition:
     def gather_masters(self) -> Tensor:
         """All ranks' masters, 1-D with padding; read it only. All ranks."""
         self.finish_gather()
-        if not self.has_own_master:
+        if self.master.in_place:
             return self.buffer.tensor
         with torch.no_grad():
-            whole = self.master.new_empty(self.layout.padded_numel)
+            own = self.master.tensor
+            whole = torch.empty(self.layout.padded_numel, dtype=own.dtype, device=self.buffer.device)
             start = self._collectives.rank * self.layout.shard_numel
-            whole[start : start + self.layout.shard_numel] = self.master
+            whole[start : start + self.layout.shard_numel] = own
             self._collectives.all_gather(self.layout, whole, self.tag, self.layout.params[0].fqn).wait()
         return whole
 
@@ -210,74 +182,30 @@ class Partition:
         """Starts averaging what waits in `grads`; missing ones count as zeros."""
         grads, self.grads = self.grads, [None] * len(self.params)
         with torch.no_grad():
-            shard = torch.empty_like(self.master, dtype=self.grad_dtype, requires_grad=False)
+            shard = torch.empty(self.layout.shard_numel, dtype=self.master.step_dtype, device=self.buffer.device)
             pending = self._collectives.reduce_scatter(
                 self.layout, grads, shard, self.dtypes.wire, self.tag, self.layout.params[0].fqn
             )
         self._reducing = (pending, shard, grads)
 
     def finish_reduce(self) -> list[Slice]:
-        """Adds the averaged gradient to the slices' `.grad`.
-
-        Returns:
-            the slices that had no gradient before and none from this rank: should no rank have had one, theirs is
-            `None`, not zero.
-        """
+        """Adds the averaged gradient to the slices' `.grad`; see `Master.add_gradient`."""
         if self._reducing is None:
             return []
         (pending, shard, grads), self._reducing = self._reducing, None
-        doubtful = []
         with torch.no_grad():
             pending.wait()
-            for item in self._own_slices():
-                part = shard[item.piece.shard_offset : item.piece.shard_offset + item.piece.numel]
-                if item.param.grad is not None:
-                    item.param.grad.add_(part)
-                    continue
-                if part.dtype != item.param.dtype:
-                    item.param.grad_dtype = part.dtype
-                item.param.grad = part
-                if grads[item.piece.index] is None:
-                    doubtful.append(item)
-        return doubtful
-
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        """Dtype of the slices' gradients, and of the slices themselves while the optimizer steps."""
-        return self.dtypes.step if self.master.dtype == self.dtypes.master else self.master.dtype
-
-    def widen(self) -> None:
-        """Before a step: the slices get the step's dtype, where that is not the masters'."""
-        with torch.no_grad():
-            for item in self._own_slices():
-                item.param.data = item.param.data.to(self.grad_dtype)
-
-    def narrow(self, generator: torch.Generator) -> None:
-        """After a step: undoes `widen`, rounding the slices into the masters up or down by chance."""
-        with torch.no_grad():
-            for item in self._own_slices():
-                part = self.master[item.piece.shard_offset : item.piece.shard_offset + item.piece.numel]
-                if item.param.dtype != part.dtype:
-                    part.copy_(round_stochastically(item.param.data, generator))
-                    item.param.data = part
-
-    def _own_slices(self) -> Iterator[Slice]:
-        with torch._C.DisableTorchFunctionSubclass():
-            wanted = [param.requires_grad for param in self.params]
-        return (item for items, wants in zip(self.slices, wanted, strict=True) if wants for item in items)
-
-    def grad_shard(self, index: int) -> Tensor | None:
-        """This rank's elements of the averaged gradient of parameter `index`, 1-D; `None` where it has none."""
-        grads = [item.param.grad for item in self.slices[index] if item.param.grad is not None]
-        return torch.cat(grads) if grads else None
+            with torch._C.DisableTorchFunctionSubclass():
+                wanted = [param.requires_grad for param in self.params]
+            return self.master.add_gradient(shard, wanted, [grad is not None for grad in grads])
 
     def whole(self, index: int, part: Tensor | None) -> Tensor:
         """The tensor of parameter `index`'s shape that all ranks' 1-D parts make up. All ranks."""
         layout = self.layout.params[index]
         with torch.no_grad():
-            whole = self.master.new_zeros(layout.numel, dtype=self.grad_dtype)
+            whole = torch.zeros(layout.numel, dtype=self.master.step_dtype, device=self.buffer.device)
             if part is not None:
-                start = self.slices[index][0].piece.start
+                start = self.master.slices[index][0].piece.start
                 whole[start : start + part.numel()] = part
             self._collectives.sum(whole)  # the parts do not overlap, so the sum is exact
         return whole.as_strided(layout.shape, layout.stride)
@@ -288,13 +216,17 @@ class Partition:
             self._reducing[0].wait()
         self._reducing = None
         self.grads = [None] * len(self.params)
+        self.master.settle()
 
     @property
-    def grad_nbytes(self) -> int:
-        """Bytes of gradients held now: whole ones waiting or in flight, and the shard behind the slices' `.grad`."""
-        whole = {g.untyped_storage().data_ptr(): g.numel() * g.element_size() for g in self._whole_grads()}
-        has_shard = any(item.param.grad is not None for items in self.slices for item in items)
-        return sum(whole.values()) + (self.master.numel() * self.grad_dtype.itemsize if has_shard else 0)
+    def shard_nbytes(self) -> int:
+        """Bytes of the weights' shard that is kept beside a master elsewhere."""
+        return 0 if self._shard is None else self._shard.nbytes
+
+    @property
+    def whole_grad_nbytes(self) -> int:
+        """Bytes of gradients on the device that wait or are in flight."""
+        return sum({g.untyped_storage().data_ptr(): g.nbytes for g in self._whole_grads()}.values())
 
     def _whole_grads(self) -> Iterator[Tensor]:
         with torch._C.DisableTorchFunctionSubclass():
@@ -320,6 +252,7 @@ class Unit:
         stage: what is partitioned.
         pool: memory for the whole weights.
         dtypes: the dtypes of parameters that the user's model has in a given one.
+        memory: where masters and shards live.
     """
 
     def __init__(
@@ -331,6 +264,7 @@ class Unit:
         stage: ZeroStage,
         pool: BufferPool,
         dtypes: Callable[[torch.dtype], Dtypes],
+        memory: ShardMemory,
     ) -> None:
         self.name = spec.name
         self.index = index
@@ -340,7 +274,7 @@ class Unit:
         for fqn, param in spec.params:
             groups.setdefault((param.dtype, param.requires_grad), []).append((fqn, param))
         self.partitions = [
-            Partition(named, collectives, stage, first_tag + i, pool, dtypes(dtype))
+            Partition(named, collectives, stage, first_tag + i, pool, dtypes(dtype), memory)
             for i, ((dtype, _), named) in enumerate(groups.items())
         ]
         self.state = UnitState.GATHERED

@@ -497,6 +497,17 @@ def fp16_with_a_loss_scale_that_checkpoints_keep(stage: int) -> None:
         assert torch.equal(value, resumed.model.state_dict()[name]), name
 
 
+@cases.at(2, 3)
+def offloaded_shards_train_the_same(stage: int) -> None:
+    expected = plain("llama", "adamw", STEPS, norm=0.1)
+    with_name = trainer(f"zero{stage}_offload", gradient_clip_val=0.1)
+    with_option = trainer(lightning_zero.ZeroStrategy(stage=stage, offload="optimizer"), gradient_clip_val=0.1)
+    for run in (with_name, with_option):
+        module = Module("llama", "adamw")
+        run.fit(module, loader("llama", STEPS))
+        check_run(module, expected, weights=5e-5)
+
+
 @cases
 def pure_half_and_double_cast_inputs(stage: int) -> None:
     class Float(pl.LightningModule):

@@ -71,7 +71,7 @@ def bytes_at_rest_are_the_formula_plus_padding(stage: int) -> None:
     assert own["optimizer"] - counts <= 8 * padded // world
     for line in pair.engine.report().held:
         if line.kind == "parameters":
-            assert line.formula == (4 * numel // world if stage == 3 else 4 * numel)
+            assert line.formula == (round(4 * numel / world) if stage == 3 else 4 * numel)
 
 
 @cases
