@@ -7,6 +7,7 @@ stay inside its builder, so that a missing library fails that variant alone.
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -39,21 +40,21 @@ class Peer:
     report: Callable[[], dict[str, Any]] | None = None
 
 
-def build(variant: str, model: nn.Module, precision: str) -> Peer:
+def build(variant: str, model: nn.Module, args: argparse.Namespace) -> Peer:
     """Wraps a model as one of the variants.
 
     Args:
         variant: A name from ``step_time.VARIANTS``.
         model: A model with the same weights on every rank, in fp32.
-        precision: ``"fp32"`` or ``"bf16"``.
+        args: The options of ``step_time.py``: ``precision`` ("fp32" or "bf16") and ``disk`` (a directory).
 
     Returns:
         The variant, ready to train.
     """
     if variant.startswith("zero"):
-        return _zero(model, int(variant.removeprefix("zero")), precision)
+        return _zero(model, variant, args)
     if variant.startswith("deepspeed"):
-        return _deepspeed(model, int(variant.removeprefix("deepspeed")), precision)
+        return _deepspeed(model, int(variant.removeprefix("deepspeed")), args.precision)
     builders: dict[str, Callable[[nn.Module, str], Peer]] = {
         "ddp": _ddp,
         "ddp_plain": _ddp_plain,
@@ -61,7 +62,7 @@ def build(variant: str, model: nn.Module, precision: str) -> Peer:
         "fsdp2": _fsdp2,
         "no_comm": _no_comm,
     }
-    return builders[variant](model, precision)
+    return builders[variant](model, args.precision)
 
 
 def _fused_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
@@ -123,11 +124,19 @@ def _no_comm(model: nn.Module, precision: str) -> Peer:
     return Peer(_usual_loop(model, _fused_adamw(model.parameters()), precision == "bf16"), "AdamW, fused")
 
 
-def _zero(model: nn.Module, stage: int, precision: str) -> Peer:
+def _zero(model: nn.Module, variant: str, args: argparse.Namespace) -> Peer:
     import zero_core
 
-    policy = "bf16-mixed" if precision == "bf16" else None
-    engine = zero_core.shard(model, zero_core.ZeroConfig(stage=stage, precision=policy))
+    stage, _, where = variant.removeprefix("zero").partition("_")
+    disk = zero_core.Offload(optimizer="disk", params="disk", directory=args.disk)
+    engine = zero_core.shard(
+        model,
+        zero_core.ZeroConfig(
+            stage=int(stage),
+            precision="bf16-mixed" if args.precision == "bf16" else None,
+            offload={"": None, "offload": "optimizer" if stage == "2" else "all", "disk": disk}[where],
+        ),
+    )
     optimizer = _fused_adamw(model.parameters())
     engine.bind(optimizer)  # rebinds the optimizer in place
 

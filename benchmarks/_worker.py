@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
         rank = dist.get_rank()
         # A throw-away model first: modules and code pages that the variant's first step pulls in belong to the
         # process, and are not what the variant holds for this model.
-        throw_away = _peers.build(args.worker, _llama(args, tiny=True), args.precision)
+        throw_away = _peers.build(args.worker, _llama(args, tiny=True), args)
         throw_away.step(_batch(args, rank, tiny=True))
         del throw_away
         dist.barrier()
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
 
         model = _llama(args)
         parameters = sum(p.numel() for p in model.parameters())
-        peer = _peers.build(args.worker, model, args.precision)
+        peer = _peers.build(args.worker, model, args)
         del model  # what the variant does not keep should not count against it
         _trim()
         batch = _batch(args, rank)

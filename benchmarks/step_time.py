@@ -4,6 +4,7 @@
     python benchmarks/step_time.py --variants ddp,fsdp2,zero3 --rounds 5
     python benchmarks/step_time.py --hidden 768 --layers 12 --vocab 16384     # about 117M parameters
     python benchmarks/step_time.py --precision bf16
+    python benchmarks/step_time.py --variants zero3,zero3_disk --hidden 768 --layers 12 --vocab 16384 --disk /big/disk
 
 Every variant runs in a torchrun launch of its own (gloo, one thread a rank), several times: the rounds are
 interleaved, one launch of each variant after the other, and variants are compared within a round, so that a
@@ -61,6 +62,9 @@ VARIANTS = {
     "zero1": 2,
     "zero2": 2,
     "zero3": 3,
+    "zero2_offload": 2,
+    "zero3_offload": 3,
+    "zero3_disk": 3,
     "deepspeed1": 2,
     "deepspeed2": 2,
     "deepspeed3": 3,
@@ -141,6 +145,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--precision", choices=["fp32", "bf16"], default="fp32", help="bf16: every variant's own way, with fp32 masters"
     )
+    parser.add_argument("--disk", default=tempfile.gettempdir(), help="directory for zero3_disk; not on a RAM disk")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a launch may take")
     # Off by default: measured with two ranks on two cores, pinning did not narrow the spread between launches. A
     # pinned rank cannot step aside when another process lands on its core, and its gloo threads cannot use the

@@ -34,7 +34,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_zero  # noqa: F401  (registers zero1, zero2 and zero3 with Lightning)
 
 GLOBAL_BATCH = 16  # articles in one step, over all ranks
-HELD_OUT = 25 * GLOBAL_BATCH  # every rank gets as many, so no sampler pads and no article counts twice
 TOKENS = 128  # of each article
 WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
@@ -56,13 +55,14 @@ def minilm_folder() -> Path:
     return folder
 
 
-def load_articles(model_folder: Path, steps: int, seed: int) -> tuple[TensorDataset, TensorDataset, int]:
+def load_articles(model_folder: Path, steps: int, seed: int, held_out: int) -> tuple[TensorDataset, TensorDataset, int]:
     """Reads, splits and tokenises the articles.
 
     Args:
         model_folder: Where the tokenizer's files are.
         steps: Training steps; the training set is as long as they need, epoch after shuffled epoch.
         seed: Of the split and the order.
+        held_out: Batches held out. Whole ones, so that no sampler pads and no article counts twice.
 
     Returns:
         The training set, the held-out set and the number of topics. A set's rows are `input_ids` and
@@ -83,11 +83,11 @@ def load_articles(model_folder: Path, steps: int, seed: int) -> tuple[TensorData
 
     generator = torch.Generator().manual_seed(seed)
     shuffled = torch.randperm(len(texts), generator=generator)
-    held_out, rest = shuffled[:HELD_OUT], shuffled[HELD_OUT:]
+    kept, rest = shuffled.tensor_split([held_out * GLOBAL_BATCH])
     needed = steps * GLOBAL_BATCH
     epochs = [rest[torch.randperm(len(rest), generator=generator)] for _ in range(-(-needed // len(rest)))]
     train = torch.cat(epochs)[:needed]
-    sets = [TensorDataset(*(column[rows] for column in columns)) for rows in (train, held_out)]
+    sets = [TensorDataset(*(column[rows] for column in columns)) for rows in (train, kept)]
     return sets[0], sets[1], len(topics)
 
 
@@ -217,6 +217,7 @@ def main() -> None:
     parser.add_argument("--strategy", default="zero3", help="zero1, zero2, zero3 or ddp (default: zero3)")
     parser.add_argument("--devices", type=int, default=2, choices=(1, 2, 4, 8, 16), help="ranks (default: 2)")
     parser.add_argument("--steps", type=int, default=80, help="training steps (default: 80)")
+    parser.add_argument("--held-out", type=int, default=25, help="batches of 16 to measure accuracy on (default: 25)")
     parser.add_argument("--seed", type=int, default=0, help="of split, order, new head and dropout (default: 0)")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     args = parser.parse_args()
@@ -229,7 +230,7 @@ def main() -> None:
     L.seed_everything(args.seed)  # the head must start equal on all ranks
 
     folder = minilm_folder()
-    train, held_out, topics = load_articles(folder, args.steps, args.seed)
+    train, held_out, topics = load_articles(folder, args.steps, args.seed, args.held_out)
     module = TopicClassifier(folder, topics, args.steps, args.seed)
     numel = sum(p.numel() for p in module.parameters())
     observer = Observer()

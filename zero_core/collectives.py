@@ -25,14 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from zero_core.layout import FlatLayout, Piece
+from zero_core.layout import FlatLayout
+from zero_core.messages import MESSAGE_BYTES, add_own, fill, flat_view, outgoing, plan, sum_in_rank_order
 from zero_core.precision import accumulation_dtype
-
-# Smaller messages cost more system calls (256 KiB: a tenth of a step); from 32 MiB on their buffers pay page faults.
-_MESSAGE_BYTES = 16 * 2**20
-_CONVERTED_NUMEL = 64 * 1024
-# Vectors this small cost more as a message of their own than as a copy into a shared one.
-_PACKED_BYTES = 64 * 2**10
 
 
 @dataclass
@@ -184,7 +179,7 @@ class Collectives:
                 return self._exchange(layout, flats, out, wire, tag)
             packed = out.new_empty(layout.padded_numel, dtype=wire)
             packed[layout.numel :].zero_()
-            _fill(packed, layout, flats)
+            fill(packed, layout, flats)
             # A sum of fp16 gradients that were scaled up to the top of the range would leave it.
             early = self.world_size if wire == torch.float16 else 1
             packed.div_(early)
@@ -205,34 +200,34 @@ class Collectives:
         """Slices go straight from the gradients to their owners, which sum them in rank order."""
         rank = self.rank
         works: list[Work] = []
-        outgoing: list[Tensor] = []
+        sent: list[Tensor] = []
         for peer in self._peers():
-            for message in _plan(layout, peer):
-                data = _as_bytes(_outgoing(message, flats, out, wire))
-                outgoing.append(data)
+            for message in plan(layout, peer):
+                data = _as_bytes(outgoing(message, flats, out, wire))
+                sent.append(data)
                 works.append(_isend(data, self._ranks[peer], self._reduce_group, tag))
         received: dict[int, Tensor] = {}
         for peer in self._peers():
             # The lowest peer's slice lands in the result itself; a + b == b + a keeps rank order for the first two.
             first = not received and out.dtype == wire == accumulation_dtype(wire)
             received[peer] = out if first else out.new_empty(out.shape, dtype=wire)
-            for message in _plan(layout, rank):
+            for message in plan(layout, rank):
                 data = _as_bytes(received[peer][message.start : message.stop])
                 works.append(_irecv(data, self._ranks[peer], self._reduce_group, tag))
         if self.world_size > 1:
-            self.traffic.add("reduce", sum(data.numel() for data in outgoing))
+            self.traffic.add("reduce", sum(data.numel() for data in sent))
 
         def finish() -> None:
             dtype = accumulation_dtype(out.dtype)
             total = out if out.dtype == dtype else out.new_empty(out.shape, dtype=dtype)
-            _sum_in_rank_order(total, received, rank, lambda target: _add_own(target, layout.pieces(rank), flats))
+            sum_in_rank_order(total, received, rank, lambda target: add_own(target, layout.pieces(rank), flats))
             total[layout.filled_numel(rank) :].zero_()
             if self.world_size > 1:
                 total.div_(self.world_size)
             if total is not out:
                 out.copy_(total)
 
-        return Pending(works, finish, keep=outgoing)
+        return Pending(works, finish, keep=sent)
 
     def any_rank(self, flags: list[bool]) -> Callable[[], list[bool]]:
         """Starts a logical "or" over ranks; call the result to wait for it.
@@ -330,110 +325,8 @@ def destroy_process_groups_at_exit() -> None:
     atexit.register(destroy)
 
 
-@dataclass(frozen=True)
-class _Message:
-    """A run of a shard that travels as one message: one part of a large parameter, or several small ones."""
-
-    start: int
-    stop: int
-    pieces: tuple[Piece, ...]
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(layout: FlatLayout, rank: int) -> tuple[_Message, ...]:
-    """How `rank`'s shard is cut into messages: the sender and the receiver derive the same cut from the layout."""
-    largest = max(1, _MESSAGE_BYTES // layout.dtype.itemsize)
-    packed = _PACKED_BYTES // layout.dtype.itemsize
-    messages: list[_Message] = []
-    small: list[Piece] = []
-
-    def flush() -> None:
-        if small:
-            messages.append(_Message(small[0].shard_offset, small[-1].shard_offset + small[-1].numel, tuple(small)))
-            small.clear()
-
-    for piece in layout.pieces(rank):
-        if not piece.numel:
-            continue
-        if piece.numel <= packed:
-            if small and sum(p.numel for p in small) + piece.numel > largest:
-                flush()
-            small.append(piece)
-            continue
-        flush()
-        for start in range(piece.start, piece.stop, largest):
-            stop = min(piece.stop, start + largest)
-            offset = piece.shard_offset + start - piece.start
-            messages.append(_Message(offset, offset + stop - start, (Piece(piece.index, start, stop, offset),)))
-    flush()
-    return tuple(messages)
-
-
-def _outgoing(message: _Message, flats: list[Tensor | None], like: Tensor, dtype: torch.dtype) -> Tensor:
-    parts = []
-    for piece in message.pieces:
-        flat = flats[piece.index]
-        if flat is None:
-            parts.append(like.new_zeros(piece.numel, dtype=dtype))
-        else:
-            parts.append(flat[piece.start : piece.stop].to(dtype))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _add_own(target: Tensor, pieces: Iterable[Piece], flats: list[Tensor | None]) -> None:
-    for piece in pieces:
-        flat = flats[piece.index]
-        if flat is not None:
-            _add(target[piece.shard_offset : piece.shard_offset + piece.numel], flat[piece.start : piece.stop])
-
-
-def _add(target: Tensor, source: Tensor) -> None:
-    """`target.add_(source)`; where dtypes differ in pieces converted in cache, which on a CPU is twice as fast."""
-    if target.dtype == source.dtype or target.device.type != "cpu":
-        target.add_(source)
-        return
-    scratch = target.new_empty(min(target.numel(), _CONVERTED_NUMEL))
-    for into, part in zip(target.split(_CONVERTED_NUMEL), source.split(_CONVERTED_NUMEL), strict=True):
-        into.add_(scratch[: part.numel()].copy_(part))
-
-
-def _sum_in_rank_order(out: Tensor, received: dict[int, Tensor], rank: int, add_own: Callable[[Tensor], None]) -> None:
-    if not received:
-        out.zero_()
-        add_own(out)
-        return
-    order = sorted([*received, rank])
-    lowest_peer = min(received)
-    if received[lowest_peer] is not out:
-        out.copy_(received[lowest_peer])
-    for source in order:
-        if source == rank:
-            add_own(out)
-        elif source != lowest_peer:
-            _add(out, received[source])
-
-
-def flat_view(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """`tensor`'s elements as 1-D, in the memory order that `stride` describes; a view where memory allows."""
-    tensor = (tensor.to_dense() if tensor.is_sparse else tensor).resolve_conj().resolve_neg()
-    if tensor.numel() and tensor.stride() != stride:
-        dense = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
-        tensor = dense.copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def _fill(packed: Tensor, layout: FlatLayout, flats: list[Tensor | None]) -> None:
-    targets = packed[: layout.numel].split([p.numel for p in layout.params])
-    given = [(target, flat) for target, flat in zip(targets, flats, strict=True) if flat is not None]
-    if given:
-        torch._foreach_copy_([t for t, _ in given], [f for _, f in given])
-    for target, flat in zip(targets, flats, strict=True):
-        if flat is None:
-            target.zero_()
-
-
 def _messages(data: Tensor) -> tuple[Tensor, ...]:
-    return data.split(_MESSAGE_BYTES) if data.numel() else ()
+    return data.split(MESSAGE_BYTES) if data.numel() else ()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

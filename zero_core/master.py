@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zero_core.collectives import flat_view
 from zero_core.layout import FlatLayout, Piece
+from zero_core.messages import flat_view
 from zero_core.offload import CopyStream, Placement
 from zero_core.precision import Dtypes, round_stochastically
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_core.collectives import flat_view
 from zero_core.errors import UnsupportedOptimizerError
 from zero_core.master import Slice
+from zero_core.messages import flat_view
 from zero_core.precision import is_half
 from zero_core.runtime import Runtime
 from zero_core.unit import Partition, Unit

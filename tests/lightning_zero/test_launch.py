@@ -76,7 +76,7 @@ def main_job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     results = {}
     for strategy in ("ddp", "zero1", "zero2", "zero3"):
         file = folder / f"{strategy}.json"
-        options = ["--strategy", strategy, "--devices", "2", "--steps", "2", "--json", str(file)]
+        options = ["--strategy", strategy, "--devices", "2", "--steps", "2", "--held-out", "2", "--json", str(file)]
         done = run(sys.executable, str(ROOT / "examples" / "finetune_minilm.py"), *options)
         assert done.returncode == 0, done.stdout
         results[strategy] = json.loads(file.read_text())
@@ -87,4 +87,6 @@ def test_the_main_job_has_the_same_losses_under_every_strategy(main_job: dict[st
     for strategy in ("zero1", "zero2", "zero3"):
         for own, ddp in zip(main_job[strategy]["losses"], main_job["ddp"]["losses"], strict=True):
             assert abs(own - ddp) < 1e-4, (strategy, own, ddp)
-        assert main_job[strategy]["accuracy"] == pytest.approx(main_job["ddp"]["accuracy"], abs=0.01)
+        assert main_job[strategy]["accuracy"] == pytest.approx(
+            main_job["ddp"]["accuracy"], abs=0.04
+        )  # one of 32 articles

@@ -56,8 +56,8 @@ def train(stage: int, optimizer: str = "adamw", **config: Any) -> ZeroEngine:
 def training_has_the_same_bits_wherever_the_shards_live(stage: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         pure = MixedPrecision(master=None, rounding="stochastic")
-        for precision in (None, "bf16-mixed", "16-mixed", pure):
-            for optimizer in ("adamw", "sgd", "adamw_fused") if precision is None else ("adamw",):
+        for precision in (None, "bf16-mixed", "16-mixed", pure) if dist.get_world_size() == 2 else ("bf16-mixed",):
+            for optimizer in ("adamw", "sgd") if precision is None else ("adamw",):
                 expected = fingerprint(train(stage, optimizer, precision=precision))
                 for offload in placements(stage, folder):
                     engine = train(stage, optimizer, precision=precision, offload=offload)

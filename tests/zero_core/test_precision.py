@@ -345,7 +345,7 @@ def frozen_weights_keep_no_second_copy_until_they_are_trained(stage: int) -> Non
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16()
     model[0].requires_grad_(False)
     engine = shard(model, ZeroConfig(stage=stage, unit_numel=10, precision="bf16-mixed"))
-    masters = [p.master.dtype for unit in engine._units for p in unit.partitions]
+    masters = [p.master.tensor.dtype for unit in engine._units for p in unit.partitions]
     assert sorted(masters, key=str) == [torch.bfloat16, torch.float32]
     optimizer = engine.bind(torch.optim.AdamW(model.parameters(), lr=1e-2))
     before = engine.full_state_dict(all_ranks=True)
