@@ -202,7 +202,7 @@ def _launch(variant: str, args: argparse.Namespace, environment: dict[str, str] 
     Returns:
         What rank 0 printed, or the error.
     """
-    options = ("warmup", "steps", "world_size", "hidden", "layers", "vocab", "tokens", "batch")
+    options = ("warmup", "steps", "world_size", "hidden", "layers", "vocab", "tokens", "batch", "precision", "disk")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={args.world_size}", str(Path(__file__).resolve()), "--worker", variant]
     command += [f"--{option.replace('_', '-')}={getattr(args, option)}" for option in options]
