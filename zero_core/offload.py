@@ -21,11 +21,9 @@ class Placement(Protocol):
 
     Attributes:
         name: "device", "host" or "disk".
-        device: the torch device of its tensors.
     """
 
     name: str
-    device: torch.device
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor of its memory, contents undefined."""
@@ -44,11 +42,11 @@ class DevicePlacement:
     name = "device"
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self._device = device
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A tensor on the device."""
-        return torch.empty(numel, dtype=dtype, device=self.device)
+        return torch.empty(numel, dtype=dtype, device=self._device)
 
     def evict(self, tensor: Tensor) -> None:
         """Nothing: a shard has no other place."""
@@ -62,7 +60,6 @@ class HostPlacement:
     """
 
     name = "host"
-    device = torch.device("cpu")
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
@@ -88,7 +85,6 @@ class DiskPlacement:
     """
 
     name = "disk"
-    device = torch.device("cpu")
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
@@ -154,6 +150,11 @@ class CopyStream:
             target.copy_(source, non_blocking=True)
             if self._stream is not None:
                 source.record_stream(self._stream)
+
+    def join(self) -> None:
+        """Makes what is enqueued from now on wait for the copies."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def synchronize(self) -> None:
         """Waits, on the host, for the copies."""

@@ -73,6 +73,7 @@ class BoundOptimizer:
         self.groups: list[list[nn.Parameter]] = []
         self._slices: list[list[nn.Parameter]] = []
         self._shown: list[list[nn.Parameter]] = []  # what was put into the groups in place of `groups`
+        self._units: list[Unit] = []
         self._rounding: dict[torch.device, torch.Generator] = {}
         self._show_slices()
         self._show_params()
@@ -127,8 +128,7 @@ class BoundOptimizer:
 
     def units(self) -> list[Unit]:
         """The units with parameters of this optimizer."""
-        units = {id(unit): unit for unit in (self._runtime.locate(param)[0] for param in self.params)}
-        return sorted(units.values(), key=lambda unit: unit.index)
+        return self._units
 
     def partitions(self) -> Iterator[Partition]:
         """The partitions of those units."""
@@ -209,8 +209,7 @@ class BoundOptimizer:
                 self._take_in(number, group["params"])
         self._show(list(self._slices))
         for partition in self.partitions():
-            if partition.dtypes.rounds_stochastically:
-                partition.master.widen()
+            partition.master.widen()
         for group in groups:
             _choose_fused(self.optimizer, group)
 
@@ -242,6 +241,8 @@ class BoundOptimizer:
             self._slice_state(param)
         if added or len(known) != len(params):
             self._slices[number] = [item.param for param in params for item in self._slices_of(param)]
+            units = {self._runtime.locate(param)[0] for param in self.params}
+            self._units = sorted(units, key=lambda unit: unit.index)
 
     def _slice_state(self, param: nn.Parameter) -> None:
         state = self.optimizer.state.pop(param, {})
