@@ -16,7 +16,8 @@ import atexit
 import functools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -290,6 +291,26 @@ class Collectives:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._control_group)
         return values
+
+    @contextmanager
+    def raising_together(self) -> Iterator[None]:
+        """A context for work that may fail on one rank alone: then it raises on all. All ranks; it sends nothing itself.
+
+        Raises:
+            Exception: its own, on a rank that failed.
+            RuntimeError: on the others; says which rank failed and why.
+        """
+        own: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            own = error
+        failures = self.gather_objects(None if own is None else str(own))
+        if own is not None:
+            raise own
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                raise RuntimeError(f"rank {rank} failed: {failure}")
 
     def close(self) -> None:
         """Gives the process groups back. All ranks call it; nothing may be in flight."""

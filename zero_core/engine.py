@@ -57,8 +57,9 @@ def shard(
     policy = config.mixed_precision
     uniform = is_uniform(param.dtype for param in model.parameters())
     target = _device_of(model, device)
-    shard_memory = ShardMemory.of(config.placement, target)
     collectives = Collectives(process_group, target)
+    with collectives.raising_together():
+        shard_memory = ShardMemory.of(config.placement, target)
     partitioning = units.find(model, config)
     pool = BufferPool()
     built: dict[int, Unit] = {}
@@ -146,7 +147,8 @@ class ZeroEngine:
     def bind(self, optimizer: Optimizer) -> Optimizer:
         """Makes `optimizer` step on this rank's slices; it stays the user's object, over the model's parameters.
 
-        All ranks must bind the same optimizers in the same order. Nothing is sent.
+        All ranks must bind the same optimizers in the same order. Nothing is sent, unless state lives on disk: then ranks
+        agree that there is room for it.
 
         Args:
             optimizer: any element-wise torch optimizer over parameters of the model, with or without state.
@@ -157,16 +159,22 @@ class ZeroEngine:
         Raises:
             ValueError: a parameter in its groups is not the model's.
             UnsupportedOptimizerError: it needs whole matrices (a `ValueError`).
-            RuntimeError: it is bound already, or there is no room on disk for its state.
+            RuntimeError: it is bound already, or some rank has no room on disk for its state.
         """
         if id(optimizer) in self._bound:
             raise RuntimeError(
                 f"this {type(optimizer).__name__} is bound already; bind each optimizer once. Parameters added by "
                 "add_param_group are taken in at the next step by themselves."
             )
-        self._bound[id(optimizer)] = BoundOptimizer(
-            optimizer, self._runtime, self._before_step, self._runtime.publish, self._stepped
-        )
+        bound = BoundOptimizer(optimizer, self._runtime, self._before_step, self._runtime.publish, self._stepped)
+        if self.config.placement.optimizer == "disk":
+            try:
+                with self._collectives.raising_together():
+                    bound.reserve_state()
+            except Exception:
+                bound.release()
+                raise
+        self._bound[id(optimizer)] = bound
         return optimizer
 
     def _before_step(self, bound: BoundOptimizer) -> None:

@@ -202,14 +202,14 @@ class Master:
         Raises:
             RuntimeError: there is no room.
         """
-        if self._placement is not None and self._placement.name == "disk":
+        if self._placement is not None and self._placement.scarce:
             for key in keys:
                 if key not in self._states:
                     self._states[key] = self._placement.empty(self.tensor.numel(), self.step_dtype)
 
     def keep_state(self, item: Slice, state: dict[str, object]) -> None:
         """After a step: moves a slice's optimizer state into files where that is its place."""
-        if self._placement is None or self._placement.name != "disk":
+        if self._placement is None or not self._placement.scarce:
             return
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == item.param.shape and value.dim():

@@ -21,9 +21,11 @@ class Placement(Protocol):
 
     Attributes:
         name: "device", "host" or "disk".
+        scarce: whether it may be full on one rank alone, so that room is taken before training, for optimizer state too.
     """
 
     name: str
+    scarce: bool
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor of its memory, contents undefined."""
@@ -40,6 +42,7 @@ class DevicePlacement:
     """
 
     name = "device"
+    scarce = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -60,6 +63,7 @@ class HostPlacement:
     """
 
     name = "host"
+    scarce = False
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
@@ -85,6 +89,7 @@ class DiskPlacement:
     """
 
     name = "disk"
+    scarce = True
 
     def __init__(self, directory: str) -> None:
         self._directory = directory

@@ -53,7 +53,6 @@ class BoundOptimizer:
     Raises:
         ValueError: a parameter is not the engine's.
         UnsupportedOptimizerError: the optimizer needs whole matrices.
-        RuntimeError: there is no room on disk for the optimizer's state.
     """
 
     def __init__(
@@ -78,10 +77,6 @@ class BoundOptimizer:
         self._show_slices()
         self._show_params()
         _warn_if_updates_vanish(self)
-        if any(partition.master.place == "disk" for partition in self.partitions()):
-            keys = _state_keys(optimizer)
-            for partition in self.partitions():
-                partition.master.reserve(keys)
         # The optimizer's hooks are what keeps this object (and the engine) alive.
         self._handles = [
             optimizer.register_step_pre_hook(lambda _, args, kwargs: self._on_step(args, kwargs)),
@@ -106,6 +101,16 @@ class BoundOptimizer:
         """(model parameter, this rank's slice of it) in the order of the groups."""
         for param in self.params:
             yield from ((param, item) for item in self._slices_of(param))
+
+    def reserve_state(self) -> None:
+        """Takes the room on disk that the optimizer's state will need.
+
+        Raises:
+            RuntimeError: there is too little.
+        """
+        keys = _state_keys(self.optimizer)
+        for partition in self.partitions():
+            partition.master.reserve(keys)
 
     def release(self) -> None:
         """Removes the hooks."""

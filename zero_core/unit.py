@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -74,9 +75,10 @@ class Partition:
             own = whole[collectives.rank * self.layout.shard_numel :][: self.layout.shard_numel]
             # At stages 1 and 2 the weights' own slice is the master, unless that has more digits or lives elsewhere.
             in_place = not stage.shards_parameters and whole is self.buffer.tensor and memory.masters.name == "device"
-            self.master = Master(
-                own, self.layout, collectives.rank, dtypes, None if in_place else memory.masters, memory.copies
-            )
+            with collectives.raising_together() if memory.masters.scarce else nullcontext():
+                self.master = Master(
+                    own, self.layout, collectives.rank, dtypes, None if in_place else memory.masters, memory.copies
+                )
             # Gathered from, where masters live elsewhere but the weights' shards stay on the device.
             self._shard = own.to(dtypes.compute, copy=True) if memory.keeps_shards and stage.shards_parameters else None
         # One entry a parameter; a gradient waits here from its arrival until its reduction is finished.

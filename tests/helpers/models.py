@@ -96,6 +96,11 @@ def batch(name: str, step: int, size: int = 12) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
+def random_tokens(*shape: int, seed: int = 0) -> Tensor:
+    """Tokens, the same on all ranks."""
+    return torch.randint(1, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
 def part(data: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
     """`rank`'s part of a whole batch."""
     return {key: value.chunk(world_size)[rank] for key, value in data.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -203,11 +204,17 @@ class HalfTwin:
             param.data = param.data.to(dtype)
         self.dtype, self.master = dtype, master
         self.optimizer = optimizer(self.masters)
+        self._waiting: list[list[Tensor]] = []  # by part: the sum of its micro-batches, in fp32
 
     def backward(
-        self, data: dict[str, Tensor], parts: int, scale: float = 1.0, part: Callable[..., Any] = models.part
+        self,
+        data: dict[str, Tensor],
+        parts: int,
+        scale: float = 1.0,
+        part: Callable[..., Any] = models.part,
+        wait: bool = False,
     ) -> float:
-        """The mean of the parts' losses; their mean gradient is added to the masters'."""
+        """The mean of the parts' losses; their mean gradient is added to the masters', or each part's own sum waits."""
         losses, sums = [], [None] * len(list(self.model.parameters()))
         for rank in range(parts):
             mine = part(data, rank, parts)
@@ -221,13 +228,32 @@ class HalfTwin:
             for i, param in enumerate(self.model.parameters()):
                 grad = param.grad.to(max(self.dtype, torch.float32, key=lambda d: d.itemsize))
                 sums[i] = grad if sums[i] is None else sums[i] + grad
+                if wait:
+                    self._wait(rank, i, grad)
                 param.grad = None
+        if wait:
+            return sum(losses) / parts
         for master, total in zip(self.masters.parameters(), sums, strict=True):
             grad = (total / parts).to(self.master)
             master.grad = grad if master.grad is None else master.grad + grad
         return sum(losses) / parts
 
+    def _wait(self, rank: int, index: int, grad: Tensor) -> None:
+        while len(self._waiting) <= rank:
+            self._waiting.append([torch.zeros_like(master) for master in self.masters.parameters()])
+        self._waiting[rank][index] += grad
+
+    def sums_by_owner(self, index: int) -> list[Tensor]:
+        """The mean gradient of parameter `index` from what waits, as each part would form it: the others' parts rounded."""
+        sums = [rows[index] for rows in self._waiting]
+        means = []
+        for owner in range(len(sums)):
+            seen = [grad if rank == owner else grad.to(self.dtype).to(grad.dtype) for rank, grad in enumerate(sums)]
+            means.append(functools.reduce(torch.add, seen) / len(sums))
+        return means
+
     def step(self) -> None:
+        self._waiting = []
         self.optimizer.step()
         self.optimizer.zero_grad()
         with torch.no_grad():

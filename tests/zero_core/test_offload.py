@@ -56,12 +56,11 @@ def train(stage: int, optimizer: str = "adamw", **config: Any) -> ZeroEngine:
 def training_has_the_same_bits_wherever_the_shards_live(stage: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         pure = MixedPrecision(master=None, rounding="stochastic")
-        for precision in (None, "bf16-mixed", "16-mixed", pure) if dist.get_world_size() == 2 else ("bf16-mixed",):
-            for optimizer in ("adamw", "sgd") if precision is None else ("adamw",):
-                expected = fingerprint(train(stage, optimizer, precision=precision))
-                for offload in placements(stage, folder):
-                    engine = train(stage, optimizer, precision=precision, offload=offload)
-                    assert fingerprint(engine) == expected, (precision, optimizer, offload)
+        for precision in (None, "16-mixed", pure) if dist.get_world_size() == 2 else ("bf16-mixed",):
+            expected = fingerprint(train(stage, precision=precision))
+            for offload in placements(stage, folder):
+                engine = train(stage, precision=precision, offload=offload)
+                assert fingerprint(engine) == expected, (precision, offload)
         assert os.listdir(folder) == []
 
 

@@ -66,7 +66,13 @@ def no_sync_sends_nothing_at_stage_1_and_keeps_shards_at_2_and_3(stage: int) -> 
         pair.optimizer.zero_grad()
     numel = sum(p.numel() for p in pair.plain.parameters())
     shard_bytes = -(-numel // (16 * dist.get_world_size())) * 16 * 4
-    assert sent(pair)["reduce"][0] == (1 if stage == 1 else 4)
+    calls, nbytes = sent(pair)["reduce"]
+    total = torch.tensor(nbytes)
+    dist.all_reduce(total)
+    assert calls == (1 if stage == 1 else 4)
+    assert total.item() == calls * 4 * numel * (dist.get_world_size() - 1)
+    # Weights are gathered for every backward at stage 3 (one unit: the forward's gather serves the backward too).
+    assert sent(pair)["gather"][0] == (4 if stage == 3 else 1)
     assert held == (4 * numel if stage == 1 else shard_bytes)
 
 
