@@ -15,11 +15,13 @@ from __future__ import annotations
 import atexit
 import functools
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from datetime import timedelta
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -94,10 +96,40 @@ class Pending:
             finish()
 
 
-class Collectives:
-    """The engine's sends over one set of ranks.
+class _Groups:
+    """Process groups over the ranks of another one: one for each kind of traffic, whose order then is its own.
 
-    Gathers and reductions get process groups of their own, so that ranks agree on the order of each kind alone.
+    All engines over those ranks share them, for as long as the other group lives: making them takes milliseconds, each has
+    threads and sockets, and with NCCL device memory.
+    """
+
+    _made: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Groups]]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, like: dist.ProcessGroup, device: torch.device) -> None:
+        self._engines = 0
+        ranks = dist.get_process_group_ranks(like)
+        whole_world = len(ranks) == dist.get_world_size()
+        timeout = like._get_backend(device).options._timeout
+        self.gather, self.reduce, self.control = (
+            _new_group(ranks, timeout, use_local_synchronization=not whole_world) for _ in range(3)
+        )
+
+    @classmethod
+    def over(cls, like: dist.ProcessGroup, device: torch.device) -> _Groups:
+        """The groups over the ranks of `like`. All ranks."""
+        made = cls._made.setdefault(like, {})
+        if device.type not in made:
+            made[device.type] = cls(like, device)
+        return made[device.type]
+
+    def next_first_tag(self) -> int:
+        """A number for one more engine's first buffer, with room for 65,535 others before the next engine's."""
+        self._engines += 1
+        return (self._engines % 2**14) << 16  # a tag has 31 bits
+
+
+class Collectives:
+    """An engine's sends over one set of ranks.
 
     Args:
         process_group: the ranks that share the model; `None` for all.
@@ -118,9 +150,9 @@ class Collectives:
         self.backend = _backend_for(group, device)
         self.traffic = Traffic()
         self._ranks = dist.get_process_group_ranks(group)
-        self._gather_group = self._new_group(group)
-        self._reduce_group = self._new_group(group)
-        self._control_group = self._new_group(group)
+        groups = _Groups.over(group, device)
+        self._gather_group, self._reduce_group, self._control_group = groups.gather, groups.reduce, groups.control
+        self.first_tag = groups.next_first_tag()
 
     @property
     def exchanges_slices(self) -> bool:
@@ -133,7 +165,7 @@ class Collectives:
         Args:
             layout: layout of the buffer.
             flat: 1-D, `layout.padded_numel` elements.
-            tag: number of the buffer, the same on all ranks.
+            tag: number of the buffer, from `first_tag` on, the same on all ranks.
             label: name for the profiler.
         """
         with record_function(f"zero_core::gather {label}"):
@@ -171,7 +203,7 @@ class Collectives:
             out: 1-D, `layout.shard_numel` elements; written by `wait`. Half precision is summed in fp32 (on NCCL in
                 the wire's dtype) and rounded to `out` once.
             wire: dtype in which gradients travel.
-            tag: number of the buffer, the same on all ranks.
+            tag: number of the buffer, from `first_tag` on, the same on all ranks.
             label: name for the profiler.
         """
         with record_function(f"zero_core::reduce {label}"):
@@ -293,13 +325,19 @@ class Collectives:
         return values
 
     @contextmanager
-    def raising_together(self) -> Iterator[None]:
+    def raising_together(self, may_fail: bool = True) -> Iterator[None]:
         """A context for work that may fail on one rank alone: then it raises on all. All ranks; it sends nothing itself.
+
+        Args:
+            may_fail: whether it can fail at all; the same on all ranks. If not, nothing is sent.
 
         Raises:
             Exception: its own, on a rank that failed.
             RuntimeError: on the others; says which rank failed and why.
         """
+        if not may_fail:
+            yield
+            return
         own: Exception | None = None
         try:
             yield
@@ -311,19 +349,6 @@ class Collectives:
         for rank, failure in enumerate(failures):
             if failure is not None:
                 raise RuntimeError(f"rank {rank} failed: {failure}")
-
-    def close(self) -> None:
-        """Gives the process groups back. All ranks call it; nothing may be in flight."""
-        for group in (self._gather_group, self._reduce_group, self._control_group):
-            dist.destroy_process_group(group)
-
-    def _new_group(self, like: dist.ProcessGroup) -> dist.ProcessGroup:
-        whole_world = len(self._ranks) == dist.get_world_size()
-        timeout = like._get_backend(self.device).options._timeout
-        group = dist.new_group(self._ranks, timeout=timeout, use_local_synchronization=not whole_world)
-        if not isinstance(group, dist.ProcessGroup):
-            raise AssertionError("this rank is not in the group it asked for")
-        return group
 
     def _peers(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank != self.rank]
@@ -344,6 +369,13 @@ def destroy_process_groups_at_exit() -> None:
             thread.join(timeout=5)
 
     atexit.register(destroy)
+
+
+def _new_group(ranks: list[int], timeout: timedelta, use_local_synchronization: bool) -> dist.ProcessGroup:
+    group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=use_local_synchronization)
+    if not isinstance(group, dist.ProcessGroup):
+        raise AssertionError("this rank is not in the group it asked for")
+    return group
 
 
 def _messages(data: Tensor) -> tuple[Tensor, ...]:

@@ -58,12 +58,12 @@ def shard(
     uniform = is_uniform(param.dtype for param in model.parameters())
     target = _device_of(model, device)
     collectives = Collectives(process_group, target)
-    with collectives.raising_together():
+    with collectives.raising_together(may_fail=config.placement.optimizer == "disk"):
         shard_memory = ShardMemory.of(config.placement, target)
     partitioning = units.find(model, config)
     pool = BufferPool()
     built: dict[int, Unit] = {}
-    tag = 0
+    tag = collectives.first_tag
     for index, spec in enumerate(partitioning.units):
         materialize(model, spec, target)
         unit = Unit(
@@ -167,13 +167,12 @@ class ZeroEngine:
                 "add_param_group are taken in at the next step by themselves."
             )
         bound = BoundOptimizer(optimizer, self._runtime, self._before_step, self._runtime.publish, self._stepped)
-        if self.config.placement.optimizer == "disk":
-            try:
-                with self._collectives.raising_together():
-                    bound.reserve_state()
-            except Exception:
-                bound.release()
-                raise
+        try:
+            with self._collectives.raising_together(may_fail=self.config.placement.optimizer == "disk"):
+                bound.reserve_state()
+        except Exception:
+            bound.release()
+            raise
         self._bound[id(optimizer)] = bound
         return optimizer
 
@@ -405,7 +404,6 @@ class ZeroEngine:
         for bound in self._bound.values():
             bound.release()
         self._bound.clear()
-        self._collectives.close()
 
     def __repr__(self) -> str:
         stage, world = self.config.zero_stage, self.world_size

@@ -108,9 +108,10 @@ class BoundOptimizer:
         Raises:
             RuntimeError: there is too little.
         """
-        keys = _state_keys(self.optimizer)
-        for partition in self.partitions():
-            partition.master.reserve(keys)
+        if any(partition.master.place == "disk" for partition in self.partitions()):
+            keys = _state_keys(self.optimizer)
+            for partition in self.partitions():
+                partition.master.reserve(keys)
 
     def release(self) -> None:
         """Removes the hooks."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +74,7 @@ class Partition:
             own = whole[collectives.rank * self.layout.shard_numel :][: self.layout.shard_numel]
             # At stages 1 and 2 the weights' own slice is the master, unless that has more digits or lives elsewhere.
             in_place = not stage.shards_parameters and whole is self.buffer.tensor and memory.masters.name == "device"
-            with collectives.raising_together() if memory.masters.scarce else nullcontext():
+            with collectives.raising_together(may_fail=memory.masters.scarce):
                 self.master = Master(
                     own, self.layout, collectives.rank, dtypes, None if in_place else memory.masters, memory.copies
                 )

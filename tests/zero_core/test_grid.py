@@ -6,8 +6,8 @@ its spread from run to run is zero and so is the tolerance: gradients and weight
 taken from the engine once they have been checked:
 
 - A norm is added up shard by shard, 1e-6 from the twin's; the twin clips by the engine's.
-- Gradients that wait whole inside `no_sync` (stage 1) travel once, as each rank's sum in the compute dtype, and the owner of an
-  element adds its own sum with all digits. Each element is what one of the ranks would arrive at as its owner.
+- Gradients that wait whole inside `no_sync` (stage 1) travel once, as each rank's sum in the compute dtype, and the owner of
+  an element adds its own sum with all digits. Each element is what one of the ranks would arrive at as its owner.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def every_combination_is_the_twins(stage: int) -> None:
 
 @cases
 def micro_batches_are_one_big_batch_in_every_precision(stage: int) -> None:
-    """fp32 within 1e-6 of the gradient's size; half within the rounding of a gradient's parts, half an ulp each: 2^-8, 2^-11."""
+    """fp32 within 1e-6 of the gradient's size; half within its rounding (2^-8, 2^-11) of a part and of what it came from."""
     for precision, tolerance in ((None, 1e-6), ("bf16-mixed", 2**-7), ("16-mixed", 2**-10)):
         for offload in (None, "optimizer"):
             gradients = []
