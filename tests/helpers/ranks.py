@@ -5,6 +5,8 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import runpy
+import sys
 import tempfile
 import time
 import traceback
@@ -19,6 +21,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
         "torch.distributed",
+        "lightning.pytorch",
         *(f"transformers.models.{m}.modeling_{m}" for m in ("llama", "gpt2", "bert", "albert", "t5")),
     ]
 )
@@ -61,6 +64,20 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     if failures:
         raise AssertionError("\n".join(["ranks failed:", *failures]))
     return [outcome[1] for outcome in outcomes]
+
+
+def run_script(path: str, *argv: str) -> None:
+    """Runs a program on this rank, within `run_ranks`, as torchrun would have started it: its ranks exist already."""
+    rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    os.environ.update(TORCHELASTIC_RUN_ID="tests", LOCAL_RANK=rank, GROUP_RANK="0", LOCAL_WORLD_SIZE=world_size)
+    sys.argv = [path, *argv]
+    runpy.run_path(path, run_name="__main__")
+
+
+def run_scripts(programs: list[tuple[str, ...]]) -> None:
+    """Runs several, one after the other; for `run_ranks`."""
+    for program in programs:
+        run_script(*program)
 
 
 def _rank_main(

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.ranks import run_ranks, run_scripts
+
 ROOT = Path(__file__).parents[2]
 CLI = Path(__file__).parent / "scripts" / "cli.py"
 QUIET = ["--trainer.logger=false", "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"]
@@ -71,16 +73,28 @@ def test_a_rank_that_raises_ends_the_run_and_shows_its_error(tmp_path: Path) -> 
 
 @pytest.fixture(scope="module")
 def main_job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A few steps of the main job under each strategy."""
+    """A few steps of the main job under each strategy: one as a user starts it, the others on ranks that exist."""
     folder = tmp_path_factory.mktemp("main_job")
-    results = {}
-    for strategy in ("ddp", "zero1", "zero2", "zero3"):
-        file = folder / f"{strategy}.json"
-        options = ["--strategy", strategy, "--devices", "2", "--steps", "2", "--held-out", "2", "--json", str(file)]
-        done = run(sys.executable, str(ROOT / "examples" / "finetune_minilm.py"), *options)
-        assert done.returncode == 0, done.stdout
-        results[strategy] = json.loads(file.read_text())
-    return results
+    script = str(ROOT / "examples" / "finetune_minilm.py")
+    starts = {
+        strategy: (
+            "--strategy",
+            strategy,
+            "--devices",
+            "2",
+            "--steps",
+            "2",
+            "--held-out",
+            "2",
+            "--json",
+            str(folder / strategy),
+        )
+        for strategy in ("ddp", "zero1", "zero2", "zero3")
+    }
+    done = run(sys.executable, script, *starts["zero3"])
+    assert done.returncode == 0, done.stdout
+    run_ranks(2, run_scripts, [(script, *starts[strategy]) for strategy in ("ddp", "zero1", "zero2")], timeout=200)
+    return {strategy: json.loads((folder / strategy).read_text()) for strategy in starts}
 
 
 def test_the_main_job_has_the_same_losses_under_every_strategy(main_job: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from tests.helpers import models
 from tests.helpers.cases import Cases, check
 from tests.helpers.lightning import Module, loader, make_optimizer, trainer
 from tests.helpers.twin import HalfTwin, largest_difference, mean_over_ranks
-from zero_core import MixedPrecision, PartitionedParameterError, ZeroStage
+from zero_core import MixedPrecision, Offload, PartitionedParameterError, ZeroStage
 
 cases = Cases(__name__)
 outcomes = cases.fixture(2, timeout=280)
@@ -502,10 +502,13 @@ def offloaded_shards_train_the_same(stage: int) -> None:
     expected = plain("llama", "adamw", STEPS, norm=0.1)
     with_name = trainer(f"zero{stage}_offload", gradient_clip_val=0.1)
     with_option = trainer(lightning_zero.ZeroStrategy(stage=stage, offload="optimizer"), gradient_clip_val=0.1)
-    for run in (with_name, with_option):
-        module = Module("llama", "adamw")
-        run.fit(module, loader("llama", STEPS))
-        check_run(module, expected, weights=5e-5)
+    with tempfile.TemporaryDirectory() as directory:
+        disk = Offload(optimizer="disk", params="disk" if stage == 3 else "device", directory=directory)
+        on_disk = trainer(lightning_zero.ZeroStrategy(stage=stage, offload=disk), gradient_clip_val=0.1)
+        for run in (with_name, with_option, on_disk):
+            module = Module("llama", "adamw")
+            run.fit(module, loader("llama", STEPS))
+            check_run(module, expected, weights=5e-5)
 
 
 @cases
@@ -541,6 +544,29 @@ def a_run_that_only_skips_ends_with_the_reason(stage: int) -> None:
     run = trainer(f"zero{stage}", plugins=lightning_zero.ZeroPrecision("16-mixed", policy=policy))
     with pytest.raises(RuntimeError, match=r"3 steps in a row were skipped.*loss scale 16384"):
         run.fit(Overflows(), loader("llama", STEPS))
+
+
+@cases
+def a_skipped_step_moves_the_counters_that_lightnings_own_amp_moves(stage: int) -> None:
+    """`global_step` and schedulers count attempts, the optimizer what it did, the report what was skipped."""
+
+    class Overflows(Module):
+        def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+            return self(**batch) * (float("inf") if dist.get_rank() == 1 and index == 1 else 1.0)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+            return [optimizer], [{"scheduler": self.scheduler, "interval": "step"}]
+
+        def on_train_end(self) -> None:
+            self.skipped = self.trainer.strategy.engine.report().skipped
+
+    module = Overflows("llama", "adamw")
+    run = trainer(f"zero{stage}", plugins=lightning_zero.ZeroPrecision("16-mixed"))
+    run.fit(module, loader("llama", 3))
+    assert (run.global_step, module.scheduler.last_epoch, module.skipped) == (3, 3, 1)
+    assert {int(entry["step"]) for entry in run.optimizers[0].state.values()} == {2}
 
 
 @cases.parametrize()
