@@ -92,7 +92,7 @@ def by_engine(
     model = llama(64, 2, 128).to(device)
     engine = shard(model, ZeroConfig(stage=stage, precision=precision, offload=offload, unit_numel=4000))
     optimizer = engine.bind(torch.optim.AdamW(model.parameters(), lr=1e-3))
-    scaler = ZeroGradScaler(engine, init_scale=SCALE, enabled=precision == "16-mixed")
+    scaler = ZeroGradScaler(device.type, init_scale=SCALE, enabled=precision == "16-mixed")
     for step in range(3):
         for part in range(parts):
             loss = model(**batch(device, 128, 4, 16, seed=10 * step + part)).loss / parts

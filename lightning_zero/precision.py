@@ -66,7 +66,7 @@ class ZeroPrecision(Precision):
         if engine is None or self.policy is None:
             self.scaler = None
         elif self.policy.param == torch.float16 and self.policy.autocasts:
-            self.scaler = ZeroGradScaler(engine, **self._scale_settings)  # type: ignore[arg-type]
+            self.scaler = ZeroGradScaler(engine.device.type, **self._scale_settings)  # type: ignore[arg-type]
 
     # -- dtypes: the engine casts weights and runs autocast; without autocast inputs are cast here -------------------
 

@@ -1,7 +1,7 @@
 """ZeRO (Rajbhandari et al., SC 2020) for plain PyTorch: partition optimizer state, gradients and parameters."""
 
 from zero_core.config import MixedPrecision, Offload, ZeroConfig, ZeroStage
-from zero_core.engine import ZeroEngine, shard
+from zero_core.engine import ZeroEngine, engine_of, shard
 from zero_core.errors import PartitionedParameterError, UnsupportedOptimizerError
 from zero_core.memory import Held, Report, Sent
 from zero_core.scaler import ZeroGradScaler
@@ -18,5 +18,6 @@ __all__ = [
     "ZeroEngine",
     "ZeroGradScaler",
     "ZeroStage",
+    "engine_of",
     "shard",
 ]

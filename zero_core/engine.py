@@ -36,7 +36,7 @@ def shard(
     """Partitions the states of `model` over ranks, in place: `model` stays the user's object.
 
     Every rank of the group must call. All ranks start from rank 0's parameters and buffers. The engine lives as long as
-    the model; keep the returned object to bind optimizers.
+    the model; `engine_of(model)` finds it again.
 
     Args:
         model: any module. Parameters on the meta device are created a unit at a time and initialised by their module's
@@ -86,6 +86,16 @@ def shard(
     return ZeroEngine(model, config, list(built.values()), runtime, collectives)
 
 
+def engine_of(model: nn.Module | nn.Parameter) -> ZeroEngine | None:
+    """The engine of a sharded model, or of one of its parameters; `None` where there is none."""
+    params = [model] if isinstance(model, nn.Parameter) else model.parameters()
+    for param in params:
+        owner = placeholder.owner_of(param)
+        engine = owner.engine if isinstance(owner, Runtime) else None
+        return engine if isinstance(engine, ZeroEngine) else None
+    return None
+
+
 class ZeroEngine:
     """One sharded model. Made by `shard`.
 
@@ -115,6 +125,7 @@ class ZeroEngine:
         )
         runtime.on_region = self._reducer.prepare
         runtime.on_backward = self._reducer.begin_backward
+        runtime.engine = self
         policy = config.mixed_precision
         self._guard = NonFiniteGuard(policy, runtime, collectives)
         self._bound: dict[int, BoundOptimizer] = {}
@@ -212,6 +223,11 @@ class ZeroEngine:
         """A context for steps whose gradients all ranks have found finite, so that nobody looks again."""
         return self._guard.already_checked()
 
+    @property
+    def skipped_steps(self) -> int:
+        """Steps left out so far because a gradient was not finite; the same on all ranks."""
+        return self._guard.skipped
+
     def _binding(self, optimizer: Optimizer) -> BoundOptimizer:
         if id(optimizer) not in self._bound:
             raise RuntimeError(
@@ -251,15 +267,33 @@ class ZeroEngine:
         Raises:
             RuntimeError: the norm is not finite and `error_if_nonfinite`.
         """
-        slices = self._slices_with_grad(params)
-        total = clipping.global_norm([p.grad for p in slices if p.grad is not None], norm_type, self._collectives)
+        total = self.grad_norm(norm_type, params)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(
                 f"the gradient norm of order {norm_type} is {total.item()}, so it cannot be clipped. Pass "
                 "error_if_nonfinite=False to clip all the same, or look for the loss that is not finite."
             )
-        clipping.clip_by_norm(slices, max_norm, total)
+        self.clip_grads_with_norm_(max_norm, total, params)
         return total
+
+    def grad_norm(self, norm_type: float = 2.0, params: Optimizer | Iterable[nn.Parameter] | None = None) -> Tensor:
+        """The averaged gradient's norm over all ranks: 0-dim, the same bits on every rank. All ranks.
+
+        Args:
+            norm_type: order of the norm.
+            params: as in `clip_grad_norm_`.
+        """
+        grads = [p.grad for p in self._slices_with_grad(params) if p.grad is not None]
+        return clipping.global_norm(grads, norm_type, self._collectives)
+
+    def clip_grads_with_norm_(
+        self, max_norm: float, total_norm: Tensor, params: Optimizer | Iterable[nn.Parameter] | None = None
+    ) -> None:
+        """Scales the gradient by `max_norm / total_norm` where that is less than 1, like torch's function of this name.
+
+        For a norm over several engines: `total_norm` is that of their `grad_norm`s. Sends nothing.
+        """
+        clipping.clip_by_norm(self._slices_with_grad(params), max_norm, total_norm)
 
     def clip_grad_value_(self, clip_value: float, params: Optimizer | Iterable[nn.Parameter] | None = None) -> None:
         """Clamps the averaged gradient's elements to ±`clip_value`, like `torch.nn.utils.clip_grad_value_`.
@@ -337,6 +371,13 @@ class ZeroEngine:
             the missing and unexpected keys.
         """
         return state_dict.load_full_model_state(self.model, self._runtime, state, strict)
+
+    def loading(self) -> AbstractContextManager[None]:
+        """A context in which whole values copied into parameters are loaded: each rank keeps its part. Sends nothing.
+
+        For code that calls `model.load_state_dict` itself. All ranks, with the same values.
+        """
+        return self._runtime.loading()
 
     def full_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """`optimizer.state_dict()` as the unsharded optimizer would give it, on rank 0 (`{}` elsewhere). All ranks.

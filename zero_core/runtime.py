@@ -92,6 +92,8 @@ class Runtime:
         self._trace: list[Unit] = []
         self._expected: dict[bool, list[Unit]] = {False: [], True: []}
         self._tracing_backward = False
+        # The engine lives as long as the model: its hooks hold this object.
+        self.engine: object = None
         self.on_region: Callable[[], None] = lambda: None
         self.on_backward: Callable[[], None] = lambda: None
         self._handles = self._hook_modules(borrowers)

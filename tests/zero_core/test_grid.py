@@ -64,7 +64,7 @@ def train(stage: int, precision: str | None, accumulation: str, clipping: str | 
     model = models.build("mlp")
     engine = shard(model, ZeroConfig(stage=stage, unit_numel=20, precision=precision, offload=offload))
     optimizer = engine.bind(OPTIMIZERS["adamw"](model))
-    scaler = ZeroGradScaler(engine, init_scale=SCALE, enabled=precision == "16-mixed")
+    scaler = ZeroGradScaler("cpu", init_scale=SCALE, enabled=precision == "16-mixed")
     outcome = Outcome("", {})
     for step in range(STEPS):
         data = [models.part(b, dist.get_rank(), dist.get_world_size()) for b in micro_batches(step, accumulation)]

@@ -83,7 +83,7 @@ def every_family_in_bf16_has_the_twins_bits(stage: int) -> None:
 def fp16_with_a_loss_scale_accumulation_and_clipping(stage: int) -> None:
     for local in (False, True):
         twin, model, engine, optimizer = make(stage, "16-mixed", local_accumulation=local)
-        scaler = ZeroGradScaler(engine, init_scale=2.0**10)
+        scaler = ZeroGradScaler("cpu", init_scale=2.0**10)
         world = dist.get_world_size()
         for step in range(STEPS):
             for micro in range(2):
@@ -155,7 +155,7 @@ def an_overflow_on_one_rank_is_skipped_by_all(stage: int) -> None:
     model = models.mlp()
     engine = shard(model, ZeroConfig(stage=stage, precision="16-mixed"))
     optimizer = engine.bind(torch.optim.AdamW(model.parameters(), lr=0.1))
-    scaler = ZeroGradScaler(engine, init_scale=2.0**8)
+    scaler = ZeroGradScaler("cpu", init_scale=2.0**8)
     before = engine.full_state_dict(all_ranks=True)
     for step in range(3):
         data = torch.ones(4, 5) * (float("inf") if dist.get_rank() == 1 and step < 2 else 1.0)
