@@ -1,3 +1,7 @@
-"""ZeRO for Hugging Face Accelerate. Nothing is here yet; use `zero_core.shard` or `lightning_zero` meanwhile."""
+"""ZeRO for Hugging Face Accelerate."""
 
-__all__: list[str] = []
+from accelerate_zero.accelerator import Accelerator
+from accelerate_zero.optimizer import ZeroOptimizer
+from accelerate_zero.plugin import ZeroPlugin
+
+__all__ = ["Accelerator", "ZeroOptimizer", "ZeroPlugin"]

@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol
@@ -324,34 +324,41 @@ class Collectives:
         dist.all_gather_object(values, value, group=self._control_group)
         return values
 
-    @contextmanager
-    def raising_together(self, may_fail: bool = True) -> Iterator[None]:
-        """A context for work that may fail on one rank alone: then it raises on all. All ranks; it sends nothing itself.
-
-        Args:
-            may_fail: whether it can fail at all; the same on all ranks. If not, nothing is sent.
-
-        Raises:
-            Exception: its own, on a rank that failed.
-            RuntimeError: on the others; says which rank failed and why.
-        """
-        if not may_fail:
-            yield
-            return
-        own: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            own = error
-        failures = self.gather_objects(None if own is None else str(own))
-        if own is not None:
-            raise own
-        for rank, failure in enumerate(failures):
-            if failure is not None:
-                raise RuntimeError(f"rank {rank} failed: {failure}")
+    def raising_together(self, may_fail: bool = True) -> AbstractContextManager[None]:
+        """See the function of this name."""
+        return raising_together(self._control_group, may_fail)
 
     def _peers(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank != self.rank]
+
+
+@contextmanager
+def raising_together(group: dist.ProcessGroup | None = None, may_fail: bool = True) -> Iterator[None]:
+    """A context for work that may fail on one rank alone: then it raises on all. All ranks; it must send nothing itself.
+
+    Args:
+        group: the ranks; `None` for all.
+        may_fail: whether it can fail at all; the same on all ranks. If not, nothing is sent.
+
+    Raises:
+        Exception: its own, on a rank that failed.
+        RuntimeError: on the others; says which rank failed and why.
+    """
+    if not may_fail:
+        yield
+        return
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        own = error
+    failures: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(failures, None if own is None else f"{type(own).__name__}: {own}", group=group)
+    if own is not None:
+        raise own
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise RuntimeError(f"rank {rank} failed: {failure}")
 
 
 @functools.cache

@@ -78,7 +78,7 @@ def _run(module: str, wanted: list[tuple[str, int]]) -> dict[tuple[str, int], st
         torch.manual_seed(0)
         try:
             functions[name][0](stage)
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             found[name, stage] = traceback.format_exc()
             break  # this process ends, so that ranks that wait for it in the middle of the case fail at once
         try:

@@ -1,0 +1,350 @@
+"""`Accelerator(zero_plugin=...)`: translates Accelerate's calls into the engine's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import PartialState
+from accelerate.utils import DynamoBackend, compile_regions
+from accelerate.utils.constants import MODEL_NAME, SAFE_MODEL_NAME
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accelerate_zero.optimizer import ZeroOptimizer
+from accelerate_zero.plugin import ZeroPlugin
+from zero_core import ZeroEngine, ZeroGradScaler, engine_of, shard
+from zero_core.collectives import raising_together
+
+# What switches each of Accelerate's other engines on.
+_OTHER_ENGINES = {
+    "ACCELERATE_USE_FSDP": ("fsdp_plugin",),
+    "ACCELERATE_USE_DEEPSPEED": ("deepspeed_plugin", "deepspeed_plugins"),
+    "ACCELERATE_USE_MEGATRON_LM": ("megatron_lm_plugin",),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": ("parallelism_config",),
+}
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """Accelerate's `Accelerator` whose models are sharded by ZeRO.
+
+    Models stay the user's objects, so nothing has to be unwrapped. Models, optimizers, loaders and schedulers may be
+    prepared in any order, in one or several calls; several models with several optimizers work. Everything not named
+    here is Accelerate's own. Works on CPU (gloo) and CUDA (NCCL), and alone, in a process without a launcher.
+
+    Args:
+        *args: as for `accelerate.Accelerator`.
+        zero_plugin: ZeRO's settings; `None` for what the variables `ACCELERATE_ZERO_*` say, or the defaults.
+        **kwargs: as for `accelerate.Accelerator`.
+
+    Raises:
+        ValueError: settings that contradict each other, or a plugin of another engine.
+        RuntimeError: several processes were started that Accelerate takes for single ones.
+    """
+
+    def __init__(self, *args: Any, zero_plugin: ZeroPlugin | None = None, **kwargs: Any) -> None:
+        self.zero_plugin = zero_plugin or ZeroPlugin()
+        self._unbound: list[Optimizer] = []  # prepared before their models
+        self._gathered: dict[int, Any] = {}  # states that `save_state` has gathered, while it writes them
+        if not PartialState._shared_state and not torch.accelerator.is_available():
+            kwargs.setdefault("cpu", True)  # or Accelerate would not join processes that have no other device
+        _refuse_other_engines(kwargs)
+        super().__init__(*args, **kwargs)
+        self.zero_config = self.zero_plugin.config(self.mixed_precision)
+        _join_alone_if_needed(self.device)
+        self.native_amp = False  # the engine runs forward under autocast
+        policy = self.zero_config.mixed_precision
+        if policy is not None and policy.param == torch.float16 and policy.autocasts:
+            scaling = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
+            self.scaler = ZeroGradScaler(self.device.type, **scaling)
+
+    # -- prepare ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Shards models, binds optimizers, splits loaders over ranks; see `accelerate.Accelerator.prepare`. All ranks.
+
+        Raises:
+            ValueError: a model that another engine or wrapper holds already.
+        """
+        result = super().prepare(*args, device_placement=device_placement)
+        self._bind()
+        return result
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Shards a model, in place; a model that is sharded already is returned as it is. All ranks.
+
+        Args:
+            model: the model.
+            device_placement: `False` leaves it on the device it is on.
+            evaluation_mode: makes no difference: weights may be larger than a device in evaluation as well.
+        """
+        engine = engine_of(model)
+        if model not in self._models:
+            self._models.append(model)
+        if engine is None:
+            if self.verify_device_map(model):
+                raise ValueError(
+                    "the model was loaded with device_map, which spreads it over devices. Load it without: shards are "
+                    "brought to the device a unit at a time."
+                )
+            placed = self.device_placement if device_placement is None else device_placement
+            if any(True for _ in model.parameters()):
+                shard(model, self.zero_config, device=self.device if placed else None)
+            elif placed:
+                model.to(self.device)
+        self._bind()
+        model._is_accelerate_prepared = True  # type: ignore[assignment]
+        return self._compiled(model)
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> ZeroOptimizer:
+        """Makes an optimizer step on this rank's slices, as soon as its model is prepared."""
+        if isinstance(optimizer, ZeroOptimizer):
+            if optimizer not in self._optimizers:
+                self._optimizers.append(optimizer)
+            return optimizer
+        prepared = ZeroOptimizer(optimizer, self.scaler)
+        self._optimizers.append(prepared)
+        self._unbound.append(optimizer)
+        self._bind()
+        return prepared
+
+    def _bind(self) -> None:
+        waiting = []
+        for optimizer in self._unbound:
+            engine = _engine_of_any(param for group in optimizer.param_groups for param in group["params"])
+            if engine is None:
+                waiting.append(optimizer)
+            else:
+                engine.bind(optimizer)
+        self._unbound = waiting
+
+    def _compiled(self, model: nn.Module) -> nn.Module:
+        plugin = self.state.dynamo_plugin
+        if plugin.backend == DynamoBackend.NO or isinstance(model, torch._dynamo.OptimizedModule):
+            return model
+        if plugin.use_regional_compilation:
+            return compile_regions(model, **plugin.to_kwargs())  # type: ignore[no-any-return]
+        return torch.compile(model, **plugin.to_kwargs())  # type: ignore[return-value]
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """The model itself, without what `torch.compile` put around it."""
+        return super().unwrap_model(model, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Lets go of what was prepared; see `accelerate.Accelerator.free_memory`. Models stay sharded while they live."""
+        self._unbound = []
+        return super().free_memory(*objects)  # type: ignore[no-any-return]
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """A context for backwards that end no step; see `zero_core.ZeroEngine.no_sync`."""
+        engine = engine_of(model)
+        with engine.no_sync() if engine is not None else super().no_sync(model):
+            yield
+
+    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[None]:
+        """`torch.autocast` in the compute dtype of mixed precision, for code outside the models."""
+        policy = self.zero_config.mixed_precision
+        handler = autocast_handler or self.autocast_handler
+        enabled = policy is not None and policy.autocasts and (handler is None or handler.enabled)
+        dtype = None if policy is None else policy.param
+        return torch.autocast(self.device.type, dtype, enabled=enabled)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divides the gradients by the loss scale, where fp16 has one. All ranks."""
+        if self.scaler is None:
+            return
+        wanted = self._optimizers if optimizer is None else optimizer
+        for item in wanted if isinstance(wanted, (list, tuple)) else [wanted]:
+            inner = item.optimizer if isinstance(item, AcceleratedOptimizer) else item
+            if not self.scaler._per_optimizer_states[id(inner)]["found_inf_per_device"]:
+                self.scaler.unscale_(inner)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clips the gradient of `parameters`, of one or several models, by its norm over all ranks. All ranks.
+
+        Returns:
+            the norm before clipping: 0-dim, the same bits on every rank.
+
+        Raises:
+            ValueError: a parameter of a model that is not prepared.
+        """
+        by_engine = self._by_engine(parameters)
+        self._unscale_those_of(by_engine)
+        norms = [engine.grad_norm(norm_type, params) for engine, params in by_engine.items()]
+        total = _norm_of_norms(norms, norm_type, self.device)
+        for engine, params in by_engine.items():
+            engine.clip_grads_with_norm_(max_norm, total, params)
+        return total
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clamps the averaged gradient's elements to ±`clip_value`. All ranks.
+
+        Raises:
+            ValueError: a parameter of a model that is not prepared.
+        """
+        by_engine = self._by_engine(parameters)
+        self._unscale_those_of(by_engine)
+        for engine, params in by_engine.items():
+            engine.clip_grad_value_(clip_value, params)
+
+    def _unscale_those_of(self, by_engine: dict[ZeroEngine, list[nn.Parameter]]) -> None:
+        # Not all: another optimizer may be in the middle of its micro-batches.
+        clipped = {id(param) for params in by_engine.values() for param in params}
+        self.unscale_gradients(
+            [opt for opt in self._optimizers if any(id(p) in clipped for g in opt.param_groups for p in g["params"])]
+        )
+
+    def _by_engine(self, parameters: Any) -> dict[ZeroEngine, list[nn.Parameter]]:
+        found: dict[ZeroEngine, list[nn.Parameter]] = {}
+        params: Iterable[Any] = [parameters] if isinstance(parameters, Tensor) else parameters
+        for param in params:
+            engine = engine_of(param)
+            if engine is None:
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} belongs to no prepared model: its gradient is this rank's "
+                    "alone. Pass the model to accelerator.prepare()."
+                )
+            found.setdefault(engine, []).append(param)
+        return found
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The model's whole state dict on the main process, on the CPU; empty on the others. All ranks."""
+        engine = engine_of(model)
+        if engine is None:
+            return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
+        if id(model) in self._gathered:
+            return self._gathered[id(model)]  # type: ignore[no-any-return]
+        return engine.full_state_dict()
+
+    def save_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Saves a model's weights as plain files; see `accelerate.Accelerator.save_model`. All ranks.
+
+        Raises:
+            Exception: writing failed; on all ranks.
+        """
+        with self._gathering([model]), raising_together():
+            if self.is_main_process:
+                super().save_model(model, *args, **kwargs)
+
+    def save_state(self, output_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Saves models, optimizers, schedulers, loaders, loss scale and random numbers. All ranks.
+
+        Weights and optimizer states are whole and plain, so they load at another number of ranks or stage, and without
+        ZeRO. Returns once all ranks have written; what fails on one raises on all.
+
+        Raises:
+            Exception: writing failed; on all ranks.
+        """
+        with self._gathering([*self._models, *self._optimizers]), raising_together():
+            return super().save_state(output_dir, *args, **kwargs)
+
+    @contextmanager
+    def _gathering(self, objects: list[Any]) -> Iterator[None]:
+        # Before anything is written: a rank that fails to write would miss in the gathers of the others.
+        for item in objects:
+            self._gathered[id(item)] = item.state_dict() if isinstance(item, Optimizer) else self.get_state_dict(item)
+        try:
+            with ExitStack() as stack:
+                for item in objects:
+                    if isinstance(item, ZeroOptimizer):
+                        stack.enter_context(item.showing_state(self._gathered[id(item)]))
+                yield
+        finally:
+            self._gathered = {}
+
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> None:
+        """Loads what `save_state` saved, at any number of ranks and stage; each rank keeps its part. All ranks."""
+        # The last hook, after the user's own, takes the models over: what it takes out of the list, Accelerate leaves alone.
+        handle = self.register_load_state_pre_hook(_load_models)
+        try:
+            super().load_state(input_dir, *args, **kwargs)
+        finally:
+            handle.remove()
+
+
+def _refuse_other_engines(arguments: Mapping[str, Any]) -> None:
+    # Looked at before Accelerate does: on a CPU it would ignore them in silence.
+    for variable, names in _OTHER_ENGINES.items():
+        given = [f"the argument {name}" for name in names if arguments.get(name) is not None]
+        if os.environ.get(variable, "false").lower() == "true":
+            given.append(f"the variable {variable}")
+        if given:
+            raise ValueError(
+                f"{given[0]} switches on an engine that does what ZeRO does, in another way. Remove it (or the section of "
+                "the config file that sets it); `accelerate-zero config --from` translates such a file."
+            )
+
+
+def _load_models(models: list[nn.Module], input_dir: str | os.PathLike[str]) -> None:
+    """Loads the models of a state's directory, in the files that Accelerate wrote, and empties the list."""
+    for number, model in enumerate(models):
+        suffix = f"_{number}" if number else ""
+        file = Path(input_dir, f"{SAFE_MODEL_NAME}{suffix}.safetensors")
+        if file.exists():
+            state = load_file(file)
+        else:
+            state = torch.load(Path(input_dir, f"{MODEL_NAME}{suffix}.bin"), map_location="cpu", weights_only=True)
+        engine = engine_of(model)
+        result = model.load_state_dict(state, False) if engine is None else engine.load_full_state_dict(state, False)
+        _check_keys(model, result, state, file)
+    models.clear()
+
+
+def _check_keys(model: nn.Module, result: Any, state: Mapping[str, Tensor], file: Path) -> None:
+    # A tensor of several names is saved under one of them.
+    names: dict[int, set[str]] = {}
+    for name, tensor in chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    ):
+        names.setdefault(id(tensor), set()).add(name)
+    missing = [
+        key for key in result.missing_keys if not any(key in same and same & state.keys() for same in names.values())
+    ]
+    if missing or result.unexpected_keys:
+        raise RuntimeError(
+            f"{file} is not of this {type(model).__name__}: missing {missing or 'nothing'}, unexpected "
+            f"{list(result.unexpected_keys) or 'nothing'}."
+        )
+
+
+def _engine_of_any(params: Iterable[nn.Parameter]) -> ZeroEngine | None:
+    return next((engine for param in params if (engine := engine_of(param)) is not None), None)
+
+
+def _norm_of_norms(norms: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    if not norms:
+        return torch.zeros((), device=device)
+    if len(norms) == 1:
+        return norms[0]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return total
+
+
+def _join_alone_if_needed(device: torch.device) -> None:
+    """Makes a process group of one in a process without a launcher, for the engine to work on."""
+    if dist.is_initialized():
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RuntimeError(
+            f"{os.environ['WORLD_SIZE']} processes were started, but Accelerate runs each on its own. On a CPU pass "
+            "Accelerator(cpu=True) or TrainingArguments(use_cpu=True), or start with `accelerate-zero launch`."
+        )
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
