@@ -325,6 +325,40 @@ def a_model_in_several_dtypes_stays_what_it_is(stage: int) -> None:
     assert engine.full_grad(model[0].weight).dtype == torch.float32
 
 
+class Adapted(nn.Module):
+    """A frozen bf16 layer with trainable fp32 adapters beside it, as LoRA on a half-precision base."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(8, 8).bfloat16().requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x.bfloat16()).float() + self.up(self.down(x))
+
+
+@cases
+def adapters_in_fp32_on_a_frozen_bf16_base_train_as_one_process(stage: int) -> None:
+    for unit_numel in (1, 1000):  # units of their own, and one unit of both dtypes
+        plain, model = Adapted(), Adapted()
+        engine = shard(model, ZeroConfig(stage=stage, unit_numel=unit_numel))
+        optimizer = engine.bind(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2))
+        expected = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
+        for step in range(STEPS):
+            x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step))
+            for net, own, data in (
+                (plain, expected, x),
+                (model, optimizer, x.chunk(dist.get_world_size())[dist.get_rank()]),
+            ):
+                net(data).square().mean().backward()
+                own.step()
+                own.zero_grad()
+        state = engine.full_state_dict(all_ranks=True)
+        assert state["base.weight"].dtype == torch.bfloat16 and torch.equal(state["base.weight"], plain.base.weight)
+        assert all((state[name] - value).abs().max() < 1e-5 for name, value in plain.named_parameters())
+
+
 @cases
 def buffers_keep_their_dtype_unless_asked(stage: int) -> None:
     for dtype, expected in ((None, torch.float32), (torch.bfloat16, torch.bfloat16)):
