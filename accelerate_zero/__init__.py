@@ -3,5 +3,6 @@
 from accelerate_zero.accelerator import Accelerator
 from accelerate_zero.optimizer import ZeroOptimizer
 from accelerate_zero.plugin import ZeroPlugin
+from accelerate_zero.trainer import ZeroTrainerMixin
 
-__all__ = ["Accelerator", "ZeroOptimizer", "ZeroPlugin"]
+__all__ = ["Accelerator", "ZeroOptimizer", "ZeroPlugin", "ZeroTrainerMixin"]

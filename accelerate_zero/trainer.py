@@ -1,0 +1,129 @@
+"""The transformers `Trainer` on sharded models: what differs from its own steps, as functions around them.
+
+Each function is named after the method it surrounds and takes Trainer's own as `stock`. `ZeroTrainerMixin` puts them in by
+inheritance, `accelerate_zero.activate` around the methods of `Trainer` itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from accelerate_zero.accelerator import Accelerator
+from accelerate_zero.optimizer import ZeroOptimizer
+from accelerate_zero.plugin import ZeroPlugin
+from zero_core import engine_of
+from zero_core.collectives import raising_together
+
+Stock = Callable[..., Any]
+
+
+class ZeroTrainerMixin:
+    """Makes a `Trainer` (or one derived from it, like TRL's `SFTTrainer`) train sharded models.
+
+    `class MyTrainer(ZeroTrainerMixin, Trainer)`. Everything else stays: arguments, callbacks, checkpoints that
+    `from_pretrained` and plain optimizers read, `resume_from_checkpoint` at any number of ranks.
+
+    Args:
+        *args: the Trainer's.
+        zero_plugin: ZeRO's settings; `None` for what the variables `ACCELERATE_ZERO_*` say, or the defaults.
+        **kwargs: the Trainer's.
+    """
+
+    def __init__(self, *args: Any, zero_plugin: ZeroPlugin | None = None, **kwargs: Any) -> None:
+        self.zero_plugin = zero_plugin
+        super().__init__(*args, **kwargs)
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        return _build_accelerator_args(super()._build_accelerator_args, self, **kwargs)  # type: ignore[misc]
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Makes the accelerator one of ours."""
+        create_accelerator_and_postprocess(super().create_accelerator_and_postprocess, self)  # type: ignore[misc]
+
+    def _move_model_to_device(self, *args: Any) -> None:
+        _move_model_to_device(super()._move_model_to_device, self, *args)  # type: ignore[misc]
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        _save(super()._save, self, output_dir, state_dict)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        _save_optimizer_and_scheduler(super()._save_optimizer_and_scheduler, self, output_dir)  # type: ignore[misc]
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        _load_from_checkpoint(super()._load_from_checkpoint, self, *args, **kwargs)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        _load_best_model(super()._load_best_model, self)  # type: ignore[misc]
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates a batch; generation goes on until all ranks are done."""
+        return prediction_step(super().prediction_step, self, *args, **kwargs)  # type: ignore[misc]
+
+
+def _build_accelerator_args(stock: Stock, trainer: Any, **kwargs: Any) -> dict[str, Any]:
+    trainer._accelerator_args = stock(**kwargs)
+    return dict(trainer._accelerator_args)
+
+
+def create_accelerator_and_postprocess(stock: Stock, trainer: Any) -> None:
+    """Replaces the accelerator that the Trainer made by one of ours with the same arguments."""
+    stock()
+    if not isinstance(trainer.accelerator, Accelerator):
+        plugin = getattr(trainer, "zero_plugin", None)
+        trainer.accelerator = Accelerator(**trainer._accelerator_args, zero_plugin=plugin)
+        trainer.gather_function = functools.partial(
+            trainer.accelerator.gather_for_metrics, use_gather_object=trainer.args.eval_use_gather_object
+        )
+
+
+def _move_model_to_device(stock: Stock, trainer: Any, *args: Any) -> None:
+    """Nothing: the engine brings the model to the device a unit at a time; whole it may not fit."""
+
+
+def _save(stock: Stock, trainer: Any, output_dir: str | None, state_dict: dict[str, Any] | None) -> None:
+    if state_dict is None and engine_of(trainer.model) is not None:
+        state_dict = trainer.accelerator.get_state_dict(trainer.model)
+    with raising_together():
+        stock(output_dir, state_dict)
+
+
+def _save_optimizer_and_scheduler(stock: Stock, trainer: Any, output_dir: str) -> None:
+    optimizer = trainer.optimizer
+    if not isinstance(optimizer, ZeroOptimizer):
+        stock(output_dir)
+        return
+    state = optimizer.state_dict()  # on all ranks, while the Trainer asks on the one that writes
+    with optimizer.showing_state(state), raising_together():
+        stock(output_dir)
+
+
+def _load_from_checkpoint(stock: Stock, trainer: Any, *args: Any, **kwargs: Any) -> None:
+    with _loading(trainer.model):
+        stock(*args, **kwargs)
+
+
+def _load_best_model(stock: Stock, trainer: Any) -> None:
+    trainer.accelerator.wait_for_everyone()  # for the rank that wrote it
+    with _loading(trainer.model):
+        stock()
+
+
+def prediction_step(stock: Stock, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Generation at stage 3: ranks whose sequences are finished go on gathering for the others."""
+    engine = engine_of(trainer.model)
+    if engine is None or not getattr(trainer.args, "predict_with_generate", False):
+        return stock(*args, **kwargs)
+    own = {"model", "inputs", "prediction_loss_only", "ignore_keys"}
+    given = {key: kwargs.pop(key) for key in list(kwargs) if key not in own} or dict(
+        getattr(trainer, "_gen_kwargs", {})
+    )
+    given.setdefault("synced_gpus", engine.config.zero_stage.shards_parameters)
+    return stock(*args, **kwargs, **given)
+
+
+def _loading(model: Any) -> AbstractContextManager[None]:
+    engine = engine_of(model)
+    return nullcontext() if engine is None else engine.loading()

@@ -1,0 +1,197 @@
+"""`ZeroTrainerMixin`: transformers' Trainer as ever, with the losses and weights it has under DDP."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import LlamaForCausalLM, Seq2SeqTrainingArguments
+
+from accelerate_zero import ZeroPlugin
+from tests.helpers import models
+from tests.helpers.cases import Cases, check
+from tests.helpers.training import Rows, ZeroSeq2SeqTrainer, arguments, losses, trainer
+from zero_core import engine_of
+
+cases = Cases(__name__)
+outcomes = cases.fixture(2, timeout=280)
+
+
+def folder() -> str:
+    """A directory all ranks see."""
+    made = [tempfile.mkdtemp(prefix="zero-trainer-") if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(made)
+    return str(made[0])
+
+
+def weights(run: Any) -> dict[str, torch.Tensor]:
+    engine = engine_of(run.model)
+    state = run.model.state_dict() if engine is None else engine.full_state_dict(all_ranks=True)
+    return {name: value.detach().clone() for name, value in state.items()}
+
+
+def check_same(run: Any, expected: Any, tolerance: float = 5e-5) -> None:
+    """Adam amplifies rounding where gradients vanish; the losses have no such excuse."""
+    assert losses(run) == pytest.approx(losses(expected), rel=2e-5)  # logged with four digits after the point
+    own, other = weights(run), weights(expected)
+    assert own.keys() == other.keys()
+    assert max((own[k] - v).abs().max().item() for k, v in other.items()) < tolerance
+
+
+@cases
+def training_is_that_of_ddp(stage: int) -> None:
+    for settings in ({}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}, {"gradient_checkpointing": True}):
+        runs = [trainer(at, folder(), **settings) for at in (0, stage)]
+        metrics = []
+        for run in runs:
+            run.train()
+            metrics.append(run.evaluate())
+        check_same(runs[1], runs[0])
+        assert metrics[1]["eval_loss"] == pytest.approx(metrics[0]["eval_loss"], rel=1e-4)
+        norms = [[e["grad_norm"] for e in run.state.log_history if "grad_norm" in e] for run in runs]
+        assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+
+
+@cases
+def evaluation_comes_first_or_alone(stage: int) -> None:
+    run, expected = trainer(stage, folder()), trainer(0, folder())
+    before = run.evaluate()["eval_loss"]
+    assert before == pytest.approx(expected.evaluate()["eval_loss"], rel=1e-5)
+    assert next(h.bytes for h in engine_of(run.model).report().held if h.kind == "optimizer") == 0
+    run.train()
+    # DDP's Trainer is a fresh one: after an evaluation it takes the model for wrapped and reduces nothing.
+    expected = trainer(0, folder())
+    expected.train()
+    check_same(run, expected)
+    predicted = run.predict(Rows(6, seed=2)).predictions
+    assert predicted.shape == (6, 9, models.VOCAB)
+
+
+@cases
+def bf16_keeps_fp32_masters(stage: int) -> None:
+    run, expected = trainer(stage, folder(), bf16=True), trainer(0, folder(), bf16=True)
+    for one in (run, expected):
+        one.train()
+    assert next(run.model.parameters()).dtype == torch.bfloat16
+    assert all(value.dtype == torch.float32 for value in weights(run).values())
+    assert losses(run) == pytest.approx(losses(expected), rel=2e-2)  # half weights; DDP casts fp32 ones
+
+
+@cases
+def checkpoints_rotate_and_the_best_is_loaded(stage: int) -> None:
+    path = folder()
+    run = trainer(
+        stage, path, save_strategy="steps", eval_strategy="steps", save_steps=1, eval_steps=1, save_total_limit=2,
+        load_best_model_at_end=True, metric_for_best_model="eval_loss", learning_rate=0.1,
+    )  # fmt: skip
+    run.train()
+    dist.barrier()
+    names = sorted(p.name for p in Path(path).iterdir() if p.name.startswith("checkpoint"))
+    assert len(names) == 2 and Path(run.state.best_model_checkpoint).name in names
+    best = LlamaForCausalLM.from_pretrained(run.state.best_model_checkpoint).state_dict()
+    assert all(torch.equal(best[name], value) for name, value in weights(run).items())
+
+
+@cases
+def training_resumes_from_a_checkpoint_at_another_stage(stage: int) -> None:
+    path = folder()
+    settings = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 2}
+    whole = trainer(stage, path, **settings)
+    whole.train()
+    dist.barrier()
+    rest = trainer(stage % 3 + 1, folder(), seed=5, **settings)
+    rest.train(resume_from_checkpoint=f"{path}/checkpoint-2")
+    check_same(rest, whole)
+    assert rest.state.global_step == 4
+    plain = models.build("llama", 3)  # and plain torch reads the optimizer's file
+    groups = [{"params": [p for p in plain.parameters() if (p.ndim > 1) == decays]} for decays in (True, False)]
+    state = torch.load(f"{path}/checkpoint-2/optimizer.pt", weights_only=True)
+    torch.optim.AdamW(groups).load_state_dict(state)
+    assert all(int(entry["step"]) == 2 for entry in state["state"].values())
+
+
+@cases
+def a_checkpoint_of_ddp_resumes_here_and_the_other_way(stage: int) -> None:
+    for first, second in ((0, stage), (stage, 0)):
+        path = folder()
+        settings = {"save_strategy": "steps", "save_steps": 2}
+        whole = trainer(first, path, **settings)
+        whole.train()
+        dist.barrier()
+        rest = trainer(second, folder(), seed=5, **settings)
+        rest.train(resume_from_checkpoint=f"{path}/checkpoint-2")
+        check_same(rest, whole)
+
+
+@cases
+def generation_stops_at_different_lengths(stage: int) -> None:
+    """Each rank's sequences end where they end; nobody waits for ever."""
+    model = models.build("t5")
+    model.generation_config.eos_token_id = int(models.build("t5").generate(Rows(1, seed=3).ids, max_length=12)[0, 3])
+    args = arguments(
+        folder(), Seq2SeqTrainingArguments, predict_with_generate=True, generation_max_length=12, max_steps=1,
+        per_device_eval_batch_size=1,
+    )  # fmt: skip
+    plugin = ZeroPlugin(stage=stage, unit_numel=3000)
+    run = ZeroSeq2SeqTrainer(
+        model=model, args=args, train_dataset=Rows(8), eval_dataset=Rows(6, seed=3), zero_plugin=plugin
+    )
+    predictions = torch.as_tensor(run.predict(Rows(6, seed=3)).predictions)
+    plain = models.build("t5")
+    plain.generation_config.eos_token_id = model.generation_config.eos_token_id
+    for row, ids in zip(predictions, Rows(6, seed=3).ids, strict=True):
+        expected = plain.generate(ids[None], max_length=12)[0]
+        assert row[: len(expected)].tolist() == expected.tolist()
+    lengths = {len(plain.generate(ids[None], max_length=12)[0]) for ids in Rows(6, seed=3).ids}
+    assert len(lengths) > 1
+    run.train()
+    run.evaluate()
+
+
+def lora(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.0)
+    return get_peft_model(models.build("llama"), config)
+
+
+@cases
+def adapters_are_trained_and_saved_in_pefts_own_format(stage: int) -> None:
+    path = folder()
+    settings = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
+    run, expected = trainer(stage, path, model=lora(), **settings), trainer(0, folder(), model=lora(), **settings)
+    run.train()
+    expected.train()
+    check_same(run, expected, 5e-4)
+    dist.barrier()
+    files = {p.name for p in Path(path, "checkpoint-2").iterdir()}
+    assert "adapter_model.safetensors" in files and "model.safetensors" not in files
+    loaded = PeftModel.from_pretrained(models.build("llama"), f"{path}/checkpoint-4").state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in weights(run).items())
+    rest = trainer(stage, folder(), model=lora(1), **settings)
+    rest.train(resume_from_checkpoint=f"{path}/checkpoint-2")
+    check_same(rest, run, 5e-4)
+
+
+@cases
+def embeddings_resized_before_training_are_saved(stage: int) -> None:
+    path = folder()
+    model = models.build("gpt2")
+    model.resize_token_embeddings(models.VOCAB + 3)
+    run = trainer(stage, path, model=model)
+    run.train()
+    assert run.model.get_input_embeddings().weight.shape[0] == models.VOCAB + 3
+    run.save_model()
+    dist.barrier()
+    loaded = type(model).from_pretrained(path)
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    assert torch.equal(loaded.lm_head.weight, weights(run)["transformer.wte.weight"])
+
+
+@cases.parametrize()
+def test_the_trainer_is_transformers(case: tuple[str, int], outcomes: Any) -> None:
+    check(outcomes, case)
