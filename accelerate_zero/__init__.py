@@ -1,8 +1,11 @@
 """ZeRO for Hugging Face Accelerate."""
 
 from accelerate_zero.accelerator import Accelerator
+from accelerate_zero.activation import activate, activate_if_configured, deactivate
 from accelerate_zero.optimizer import ZeroOptimizer
 from accelerate_zero.plugin import ZeroPlugin
 from accelerate_zero.trainer import ZeroTrainerMixin
 
-__all__ = ["Accelerator", "ZeroOptimizer", "ZeroPlugin", "ZeroTrainerMixin"]
+__all__ = ["Accelerator", "ZeroOptimizer", "ZeroPlugin", "ZeroTrainerMixin", "activate", "deactivate"]
+
+activate_if_configured()

@@ -29,7 +29,8 @@ class ZeroPlugin:
     """ZeRO's settings, in the manner of Accelerate's own plugins.
 
     What is not given as an argument is read from the variable `ACCELERATE_ZERO_<NAME>`, which `accelerate-zero launch`
-    sets from its config file; what neither says has the default of `zero_core.ZeroConfig`.
+    sets from its config file; without any of these, from the file that `ACCELERATE_ZERO_CONFIG_FILE` names. What nobody says
+    has the default of `zero_core.ZeroConfig`.
 
     Args:
         stage: 1, 2 or 3. Default: 3.
@@ -74,7 +75,7 @@ class ZeroPlugin:
             ValueError: the file has no such section, or one that cannot be read; the message names file and key.
             FileNotFoundError: there is no such file.
         """
-        settings = read_section(path)
+        settings = read_section(read_config(path), path)
         plugin = cls(**settings)
         plugin._sources.update({name: f"{SECTION}.{name} in {os.fspath(path)}" for name in settings})
         return plugin
@@ -148,11 +149,11 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 
-def read_section(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The settings of a config file's `zero_config` section, checked.
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A config file's content (YAML or JSON).
 
     Raises:
-        ValueError: there is none, it is of a newer version, a key is missing or unknown, or a value of a wrong type.
+        ValueError: it is neither, or no mapping.
         FileNotFoundError: there is no such file.
     """
     path = Path(path)
@@ -164,7 +165,22 @@ def read_section(path: str | os.PathLike[str]) -> dict[str, Any]:
         whole = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML, too
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is neither YAML nor JSON: {error}") from error
-    section = whole.get(SECTION) if isinstance(whole, Mapping) else None
+    if not isinstance(whole, dict):
+        raise ValueError(f"{path} must hold keys and values, got {type(whole).__name__}.")
+    return whole
+
+
+def read_section(whole: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The settings of a config's `zero_config` section, checked.
+
+    Args:
+        whole: the config.
+        path: where it is from, for messages.
+
+    Raises:
+        ValueError: there is none, it is of a newer version, a key is missing or unknown, or a value of a wrong type.
+    """
+    section = whole.get(SECTION)
     if not isinstance(section, Mapping):
         raise ValueError(
             f"{path} has no section '{SECTION}'. Make one with `accelerate-zero config`, or translate the file with "
@@ -193,6 +209,9 @@ def _from_variables(environment: Mapping[str, str]) -> dict[str, tuple[Any, str]
     """Settings by field, each with where it comes from."""
     found: dict[str, tuple[Any, str]] = {}
     file = environment.get(CONFIG_FILE_VARIABLE)
+    if file and not any(VARIABLE_PREFIX + name.upper() in environment for name in FIELDS):
+        settings = read_section(read_config(file), file)
+        return {name: (value, f"{SECTION}.{name} in {file}") for name, value in settings.items()}
     for variable, text in environment.items():
         if not variable.startswith(VARIABLE_PREFIX) or variable == CONFIG_FILE_VARIABLE:
             continue

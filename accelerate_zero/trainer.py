@@ -83,7 +83,7 @@ def _move_model_to_device(stock: Stock, trainer: Any, *args: Any) -> None:
     """Nothing: the engine brings the model to the device a unit at a time; whole it may not fit."""
 
 
-def _save(stock: Stock, trainer: Any, output_dir: str | None, state_dict: dict[str, Any] | None) -> None:
+def _save(stock: Stock, trainer: Any, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
     if state_dict is None and engine_of(trainer.model) is not None:
         state_dict = trainer.accelerator.get_state_dict(trainer.model)
     with raising_together():

@@ -80,6 +80,19 @@ def run_scripts(programs: list[tuple[str, ...]]) -> None:
         run_script(*program)
 
 
+def join(timeout: float = 120) -> None:
+    """Makes the process group; again after a program that ended it. All ranks."""
+    import torch.distributed as dist
+
+    _joined.append(1)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(f"{os.environ['TEST_RANKS_FOLDER']}/store{len(_joined)}", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
+
+
+_joined: list[int] = []
+
+
 def _rank_main(
     rank: int,
     world_size: int,
@@ -90,17 +103,13 @@ def _rank_main(
     args: Any,
 ) -> None:
     import torch
-    import torch.distributed as dist
 
     with open(Path(folder) / f"stack{rank}", "w") as stack:
         faulthandler.dump_traceback_later(timeout * 0.95, file=stack)
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), TEST_RANKS_FOLDER=folder)
         torch.set_num_threads(1)
         try:
-            store = dist.FileStore(str(Path(folder) / "store"), world_size)
-            dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
-            )
+            join(timeout)
             sender.send(("done", function(*args)))
         except BaseException:
             sender.send(("raised", traceback.format_exc()))

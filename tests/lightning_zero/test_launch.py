@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,28 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.processes import ROOT, run
 from tests.helpers.ranks import run_ranks, run_scripts
 
-ROOT = Path(__file__).parents[2]
 CLI = Path(__file__).parent / "scripts" / "cli.py"
 QUIET = ["--trainer.logger=false", "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"]
 QUIET += ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.max_epochs=1"]
-
-
-def run(*command: str, timeout: float = 200, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program to its end; nothing of it is left behind, whatever happens."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
-    process = subprocess.Popen(
-        command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    finally:
-        try:
-            os.killpg(process.pid, 9)
-        except ProcessLookupError:
-            pass
-    return subprocess.CompletedProcess(command, process.returncode, output)
 
 
 def test_lightning_launches_by_name_and_torchrun_gives_the_same(tmp_path: Path) -> None:
