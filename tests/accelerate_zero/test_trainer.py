@@ -12,7 +12,7 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaForCausalLM, Seq2SeqTrainingArguments
 
-from accelerate_zero import ZeroPlugin
+from accelerate_zero import ZeroPlugin, ZeroTrainerMixin
 from tests.helpers import models
 from tests.helpers.cases import Cases, check
 from tests.helpers.training import Rows, ZeroSeq2SeqTrainer, arguments, losses, trainer
@@ -40,7 +40,8 @@ def check_same(run: Any, expected: Any, tolerance: float = 5e-5) -> None:
     assert losses(run) == pytest.approx(losses(expected), rel=2e-5)  # logged with four digits after the point
     own, other = weights(run), weights(expected)
     assert own.keys() == other.keys()
-    assert max((own[k] - v).abs().max().item() for k, v in other.items()) < tolerance
+    off = {k: (own[k] - v).abs().max().item() for k, v in other.items()}
+    assert max(off.values()) < tolerance, sorted(off.items(), key=lambda item: -item[1])[:3]
 
 
 @cases
@@ -175,6 +176,52 @@ def adapters_are_trained_and_saved_in_pefts_own_format(stage: int) -> None:
     rest = trainer(stage, folder(), model=lora(1), **settings)
     rest.train(resume_from_checkpoint=f"{path}/checkpoint-2")
     check_same(rest, run, 5e-4)
+
+
+@cases.at(3)
+def trls_sft_trainer_with_adapters(stage: int) -> None:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    class ZeroSFTTrainer(ZeroTrainerMixin, SFTTrainer):
+        pass
+
+    path = folder()
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.0)
+    rows = Dataset.from_dict({"input_ids": models.random_tokens(32, 9).tolist()})
+
+    def make(kind: Any, place: str, **own: Any) -> Any:
+        args = arguments(
+            place, SFTConfig, learning_rate=1e-2, save_strategy="steps", save_steps=4, max_length=9, bf16=False
+        )
+        torch.manual_seed(0)
+        return kind(
+            model=models.build("llama"),
+            args=args,
+            train_dataset=rows,
+            processing_class=tokenizer(),
+            peft_config=config,
+            **own,
+        )
+
+    run = make(ZeroSFTTrainer, path, zero_plugin=ZeroPlugin(stage=stage, unit_numel=3000))
+    expected = make(SFTTrainer, folder())
+    run.train()
+    expected.train()
+    check_same(run, expected, 5e-4)
+    dist.barrier()
+    loaded = PeftModel.from_pretrained(models.build("llama"), f"{path}/checkpoint-4").state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in weights(run).items())
+
+
+def tokenizer() -> Any:
+    """One word a token, made here: nothing is fetched."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(models.VOCAB)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")), pad_token="w0", eos_token="w1")
 
 
 @cases
