@@ -7,14 +7,14 @@ inheritance, `accelerate_zero.activate` around the methods of `Trainer` itself.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from accelerate_zero.accelerator import Accelerator
 from accelerate_zero.optimizer import ZeroOptimizer
 from accelerate_zero.plugin import ZeroPlugin
-from zero_core import engine_of
+from zero_core import deferred_loading, engine_of
 from zero_core.collectives import raising_together
 
 Stock = Callable[..., Any]
@@ -122,6 +122,18 @@ def prediction_step(stock: Stock, trainer: Any, *args: Any, **kwargs: Any) -> An
     )
     given.setdefault("synced_gpus", engine.config.zero_stage.shards_parameters)
     return stock(*args, **kwargs, **given)
+
+
+@contextmanager
+def sharded_init() -> Iterator[None]:
+    """A context in which `from_pretrained` leaves the weights in their files; `prepare` then reads each rank's part.
+
+    See `zero_core.deferred_loading`. No rank ever holds the whole model.
+    """
+    import transformers.modeling_utils  # noqa: F401 - for a script that has not yet
+
+    with deferred_loading():
+        yield
 
 
 def _loading(model: Any) -> AbstractContextManager[None]:

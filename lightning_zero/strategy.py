@@ -24,7 +24,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_zero.precision import ZeroPrecision
-from zero_core import MixedPrecision, Offload, ZeroConfig, ZeroEngine, ZeroStage, shard
+from zero_core import MixedPrecision, Offload, ZeroConfig, ZeroEngine, ZeroStage, deferred_loading, shard
 from zero_core.collectives import destroy_process_groups_at_exit
 
 
@@ -199,8 +199,11 @@ class ZeroStrategy(DDPStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """`configure_model` builds on the meta device; set-up creates the weights a unit at a time."""
-        with torch.device("meta"):
+        """`configure_model` builds on the meta device; set-up creates the weights a unit at a time.
+
+        What it loads with transformers' `from_pretrained` stays in its files until then, and each rank reads its part.
+        """
+        with torch.device("meta"), deferred_loading():
             yield
 
     # -- steps -----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from zero_core import clipping, memory, placeholder, state_dict, units
 from zero_core.collectives import Collectives, Traffic
 from zero_core.config import ZeroConfig
+from zero_core.deferred import source_of
 from zero_core.flat_buffer import BufferPool
 from zero_core.materialize import materialize, materialize_buffers
 from zero_core.nonfinite import NonFiniteGuard
@@ -40,7 +41,8 @@ def shard(
 
     Args:
         model: any module. Parameters on the meta device are created a unit at a time and initialised by their module's
-            `reset_parameters` (or, in a transformers model, its `_init_weights`), so no rank ever holds the whole model.
+            `reset_parameters` (or, in a transformers model, its `_init_weights`), so no rank ever holds the whole model;
+            of deferred ones (`deferred_loading`) each rank reads its own part.
         config: stage and units; `None` for stage 3 with the defaults.
         process_group: ranks to partition over; `None` for all.
         device: where the model shall live; it is brought there a unit at a time, so that a model in host memory or on
@@ -490,7 +492,7 @@ def _check_model(model: nn.Module) -> None:
             "shard(model.module, ...)."
         )
     for name, param in model.named_parameters():
-        if placeholder.owner_of(param) is not None:
+        if engine_of(param) is not None:
             raise RuntimeError(
                 f"parameter '{name}' belongs to an engine already. Shard a model once; to change the stage, call "
                 "engine.close() first."
@@ -504,7 +506,7 @@ def _check_model(model: nn.Module) -> None:
 def _device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
     if device is not None:
         return _with_index(torch.device(device))
-    devices = {p.device for p in model.parameters() if p.device.type != "meta"}
+    devices = {p.device for p in model.parameters() if p.device.type != "meta" and source_of(p) is None}
     if len(devices) > 1:
         raise ValueError(
             f"the parameters are on several devices: {sorted(map(str, devices))}. Name one: shard(..., device=...)."

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from zero_core.deferred import source_of
 from zero_core.units import UnitSpec
 
 Initialiser = Callable[[nn.Module], object]
@@ -16,13 +17,15 @@ Initialiser = Callable[[nn.Module], object]
 def materialize(model: nn.Module, spec: UnitSpec, device: torch.device) -> None:
     """Brings one unit's parameters to `device`; those on the meta device are initialised by their modules.
 
-    Parameters keep their identity, so ties and optimizers built before stay right.
+    Deferred ones stay deferred. Parameters keep their identity, so ties and optimizers built before stay right.
 
     Raises:
         RuntimeError: a module with parameters on the meta device has no way to initialise itself.
     """
     fresh = {id(param) for _, param in spec.params if param.is_meta}
     for _, param in spec.params:
+        if source_of(param) is not None:
+            continue  # read where it is needed
         if param.is_meta:
             _swap(param, torch.empty_like(param, device=device))
         elif param.device != device:

@@ -126,11 +126,11 @@ class PartitionedGradient(Tensor):
         return f"PartitionedGradient(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
 
-def placeholder_values(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """One NaN (false, zero for dtypes without NaN) expanded to `like`'s shape, in `dtype` (its own for `None`)."""
+def placeholder_values(like: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
+    """One NaN (false, zero for dtypes without NaN) expanded to `like`'s shape, in `dtype` and on `device` (or its own)."""
     dtype = dtype or like.dtype
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), value, dtype=dtype, device=like.device).expand(like.shape)
+    return torch.full((), value, dtype=dtype, device=device or like.device).expand(like.shape)
 
 
 def placeholder_grad(param: nn.Parameter) -> PartitionedGradient:

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from zero_core.collectives import Collectives, Pending
 from zero_core.config import ZeroStage
+from zero_core.deferred import Source, take
 from zero_core.flat_buffer import BufferPool, FlatBuffer
 from zero_core.layout import FlatLayout, flat_layout
 from zero_core.master import Master, Slice
+from zero_core.messages import flat_view
 from zero_core.offload import ShardMemory
 from zero_core.placeholder import PartitionedGradient, PartitionedParameter, placeholder_values
 from zero_core.precision import Dtypes
@@ -59,21 +61,22 @@ class Partition:
         self.tag = tag
         self._stage = stage
         self._collectives = collectives
+        sources = [take(param) for param in self.params]
         self._classes = [type(param) for param in self.params]
         self._given = self.params[0].dtype
         with torch.inference_mode(False), torch.no_grad():
-            self.buffer = FlatBuffer(self.layout, self.params[0].device, pool)
-            self.buffer.allocate()
+            self.buffer = FlatBuffer(self.layout, collectives.device, pool)
             master_dtype = dtypes.master if self.is_trainable else self._given
-            self._placeholders = [placeholder_values(p, dtypes.compute) for p in self.params]
-            whole = self._whole_values(master_dtype)
-            # One rank's values for all, as DDP does: seeds may differ between ranks.
-            collectives.broadcast([whole])
-            if whole is not self.buffer.tensor:
-                self.buffer.tensor.copy_(whole)
-            own = whole[collectives.rank * self.layout.shard_numel :][: self.layout.shard_numel]
+            self._placeholders = [placeholder_values(p, dtypes.compute, collectives.device) for p in self.params]
+            self.starts_whole = not (any(sources) and stage.shards_parameters)
             # At stages 1 and 2 the weights' own slice is the master, unless that has more digits or lives elsewhere.
-            in_place = not stage.shards_parameters and whole is self.buffer.tensor and memory.masters.name == "device"
+            in_place = (
+                not stage.shards_parameters and master_dtype == dtypes.compute and memory.masters.name == "device"
+            )
+            if any(sources):
+                own = self._read_own(sources, master_dtype, in_place)
+            else:
+                own = self._own_of_whole(master_dtype)
             with collectives.raising_together(may_fail=memory.masters.scarce):
                 self.master = Master(
                     own, self.layout, collectives.rank, dtypes, None if in_place else memory.masters, memory.copies
@@ -84,7 +87,41 @@ class Partition:
         self.grads: list[Tensor | None] = [None] * len(self.params)
         self._reducing: tuple[Pending, Tensor, list[Tensor | None]] | None = None
         self._gathering: Pending | None = None
+        if not self.starts_whole:
+            self.show_placeholders()
+            return
+        if any(sources):
+            self.start_gather()
+            self.finish_gather()
         self.show_views()
+
+    def _own_of_whole(self, dtype: torch.dtype) -> Tensor:
+        """This rank's shard of the parameters' values, which all are in memory; the buffer holds the whole."""
+        self.buffer.allocate()
+        whole = self._whole_values(dtype)
+        # One rank's values for all, as DDP does: seeds may differ between ranks.
+        self._collectives.broadcast([whole])
+        if whole is not self.buffer.tensor:
+            self.buffer.tensor.copy_(whole)
+        return whole[self._collectives.rank * self.layout.shard_numel :][: self.layout.shard_numel]
+
+    def _read_own(self, sources: Sequence[Source | None], dtype: torch.dtype, in_place: bool) -> Tensor:
+        """This rank's shard of values some of which are in files: nothing else is read."""
+        self._collectives.broadcast([p.data for p, source in zip(self.params, sources, strict=True) if source is None])
+        if in_place:
+            self.buffer.allocate()
+            own = self.buffer.shard(self._collectives.rank)
+        else:
+            own = torch.empty(self.layout.shard_numel, dtype=dtype, device=self.buffer.device)
+        own.zero_()
+        for piece in self.layout.pieces(self._collectives.rank):
+            source, param = sources[piece.index], self.params[piece.index]
+            if source is None:
+                values = flat_view(param.detach(), self.layout.params[piece.index].stride)[piece.start : piece.stop]
+            else:
+                values = source.read(piece.start, piece.stop)
+            own[piece.shard_offset : piece.shard_offset + piece.numel].copy_(values)
+        return own
 
     def _whole_values(self, dtype: torch.dtype) -> Tensor:
         """The parameters' values, padded, as 1-D `dtype`; in the buffer where that is its dtype."""
@@ -280,6 +317,12 @@ class Unit:
             for i, ((dtype, _), named) in enumerate(groups.items())
         ]
         self.state = UnitState.GATHERED
+        if not all(partition.starts_whole for partition in self.partitions):
+            self.state = UnitState.SHARDED
+            for partition in self.partitions:
+                if partition.starts_whole:
+                    partition.show_placeholders()
+                    partition.buffer.free()
 
     @property
     def params(self) -> list[nn.Parameter]:

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaForCausalLM, Seq2SeqTrainingArguments
 
-from accelerate_zero import ZeroPlugin, ZeroTrainerMixin
+from accelerate_zero import ZeroPlugin, ZeroTrainerMixin, sharded_init
 from tests.helpers import models
 from tests.helpers.cases import Cases, check
 from tests.helpers.training import Rows, ZeroSeq2SeqTrainer, arguments, losses, trainer
-from zero_core import engine_of
+from zero_core import deferred, engine_of
 
 cases = Cases(__name__)
 outcomes = cases.fixture(2, timeout=280)
@@ -222,6 +222,22 @@ def tokenizer() -> Any:
 
     words = {f"w{i}": i for i in range(models.VOCAB)}
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")), pad_token="w0", eos_token="w1")
+
+
+@cases
+def pretrained_weights_are_read_where_they_are_needed(stage: int) -> None:
+    """Under `sharded_init` nobody reads a whole model, not before training and not for it."""
+    path = folder()
+    if dist.get_rank() == 0:
+        models.build("llama").save_pretrained(path)
+    dist.barrier()
+    with sharded_init():
+        model = LlamaForCausalLM.from_pretrained(path)
+    run, expected = trainer(stage, folder(), model=model), trainer(0, folder())
+    assert all(deferred.source_of(param) is not None for param in model.parameters())
+    run.train()
+    expected.train()
+    check_same(run, expected)
 
 
 @cases

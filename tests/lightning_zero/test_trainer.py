@@ -18,13 +18,14 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
 import lightning_zero
 from tests.helpers import models
 from tests.helpers.cases import Cases, check
 from tests.helpers.lightning import Module, loader, make_optimizer, trainer
 from tests.helpers.twin import HalfTwin, largest_difference, mean_over_ranks
-from zero_core import MixedPrecision, Offload, PartitionedParameterError, ZeroStage
+from zero_core import MixedPrecision, Offload, PartitionedParameterError, ZeroStage, deferred
 
 cases = Cases(__name__)
 outcomes = cases.fixture(2, timeout=280)
@@ -270,6 +271,29 @@ def configure_model_builds_on_meta(stage: int) -> None:
     trainer(f"zero{stage}").fit(module, loader("llama", 3))
     assert len(module.losses) == 3 and all(0 < loss < 10 for loss in module.losses)
     assert not any(p.is_meta for p in module.parameters())
+
+
+@cases
+def configure_model_loads_pretrained_weights_where_they_are_needed(stage: int) -> None:
+    path = folder()
+    if dist.get_rank() == 0:
+        models.build("llama").save_pretrained(path)
+    dist.barrier()
+
+    class Pretrained(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = None
+
+        def configure_model(self) -> None:
+            if self.model is None:
+                self.model = LlamaForCausalLM.from_pretrained(path)
+                assert all(deferred.source_of(p) is not None for p in self.model.parameters())
+                self.model.train()
+
+    module = Pretrained()
+    trainer(f"zero{stage}").fit(module, loader("llama", STEPS))
+    check_run(module, plain("llama", "sgd", STEPS))
 
 
 class Gan(pl.LightningModule):
