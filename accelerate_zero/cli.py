@@ -15,6 +15,7 @@ import yaml
 from accelerate.commands.config.config import get_user_input
 from accelerate.commands.config.config_utils import _ask_field, _ask_options, _convert_yes_no_to_bool
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from accelerate_zero import migrate
@@ -180,7 +181,8 @@ def _show(translation: migrate.Translation, source: Path) -> None:
         table.add_column(heading, overflow="fold")
     colours = {"translated": "green", "not needed": "dim", "unsupported": "yellow"}
     for row in translation.rows:
-        table.add_row(row.key, str(row.value), f"[{colours[row.outcome]}]{row.outcome}[/]", row.note)
+        outcome = f"[{colours[row.outcome]}]{row.outcome}[/]"
+        table.add_row(escape(row.key), escape(str(row.value)), outcome, escape(row.note))
     Console().print(table)
 
 

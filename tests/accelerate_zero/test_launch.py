@@ -104,18 +104,20 @@ def test_a_trainer_script_resumes_at_another_stage(runs: Path) -> None:
     assert found["losses"][:4] == pytest.approx(losses(runs / "trainer0")["losses"], rel=1e-4)
 
 
-def test_a_written_config_launches_both_scripts(tmp_path: Path) -> None:
+def test_a_config_written_without_asking_launches_a_script(tmp_path: Path) -> None:
     file = tmp_path / "zero.yaml"
     done = run(*COMMAND, "config", "--config_file", str(file), "--default", "stage=3", "--default", "unit_numel=3000")
     assert done.returncode == 0, done.stdout
-    for script, arguments in ((LOOP, ()), (TRAINER, QUIET)):
-        folder = tmp_path / Path(script).stem
-        done = run(*COMMAND, "launch", "--config_file", str(file), script, "--output_dir", str(folder), *arguments)
-        assert done.returncode == 0, done.stdout
-        assert losses(folder)["losses"]
+    launch_with(file, TRAINER, tmp_path / "out", *QUIET)
 
 
-def test_the_questionnaire_writes_what_was_answered(tmp_path: Path) -> None:
+def launch_with(file: Path, script: str, folder: Path, *arguments: str) -> None:
+    done = run(*COMMAND, "launch", "--config_file", str(file), script, "--output_dir", str(folder), *arguments)
+    assert done.returncode == 0, done.stdout
+    assert losses(folder)["losses"]
+
+
+def test_the_questionnaire_writes_what_was_answered_and_it_launches(tmp_path: Path) -> None:
     file = tmp_path / "asked.yaml"
     child = pexpect.spawn(
         COMMAND[0], [*COMMAND[1:], "config", "--config_file", str(file)], env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -148,6 +150,7 @@ def test_the_questionnaire_writes_what_was_answered(tmp_path: Path) -> None:
     }  # fmt: skip
     assert (written["distributed_type"], written["num_processes"], written["mixed_precision"]) == ("MULTI_CPU", 2, "no")
     assert ZeroPlugin.from_file(file).config().zero_stage.value == 3
+    launch_with(file, LOOP, tmp_path / "out")
 
 
 def test_a_translated_config_prints_its_table(tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ def test_a_contradiction_says_where_each_side_comes_from(monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match=r"set from /home/me/zero\.yaml"):
         ZeroPlugin(offload="all").config()
     monkeypatch.delenv("ACCELERATE_ZERO_STAGE")
+    monkeypatch.delenv("ACCELERATE_ZERO_CONFIG_FILE")
     path = file(tmp_path, "zero_config: {version: 1, stage: 1, offload: all}")
     with pytest.raises(ValueError, match=rf"stage=1 from zero_config\.stage in {path}"):
         ZeroPlugin.from_file(path).config()
@@ -130,6 +131,14 @@ def test_a_file_of_settings_is_read(tmp_path: Path) -> None:
     path = file(tmp_path, "num_processes: 2\nzero_config: {version: 1, stage: 2, offload: optimizer, unit_numel: 9}")
     plugin = ZeroPlugin.from_file(path)
     assert plugin.config() == ZeroConfig(stage=2, offload="optimizer", unit_numel=9)
+
+
+def test_a_variable_names_a_file_for_accelerates_own_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = file(tmp_path, "zero_config: {version: 1, stage: 2, offload: optimizer}")
+    monkeypatch.setenv("ACCELERATE_ZERO_CONFIG_FILE", str(path))
+    assert ZeroPlugin().config() == ZeroConfig(stage=2, offload="optimizer")
+    with pytest.raises(ValueError, match=rf"zero_config\.stage in {path} says 2 and the argument stage says 3"):
+        ZeroPlugin(stage=3)
 
 
 def test_settings_without_a_name_cannot_be_passed_on() -> None:

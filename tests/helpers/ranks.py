@@ -71,6 +71,7 @@ def run_script(path: str, *argv: str) -> None:
     rank, world_size = os.environ["RANK"], os.environ["WORLD_SIZE"]
     os.environ.update(TORCHELASTIC_RUN_ID="tests", LOCAL_RANK=rank, GROUP_RANK="0", LOCAL_WORLD_SIZE=world_size)
     sys.argv = [path, *argv]
+    sys.path.insert(0, str(Path(path).parent))
     runpy.run_path(path, run_name="__main__")
 
 

@@ -1,17 +1,12 @@
-"""Programs as a user starts them: by Lightning itself, by torchrun, from a LightningCLI file; and the main job."""
+"""Programs as a user starts them: by Lightning itself, by torchrun, from a LightningCLI file."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-from tests.helpers.processes import ROOT, run
-from tests.helpers.ranks import run_ranks, run_scripts
+from tests.helpers.processes import run
 
 CLI = Path(__file__).parent / "scripts" / "cli.py"
 QUIET = ["--trainer.logger=false", "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"]
@@ -51,38 +46,3 @@ def test_a_rank_that_raises_ends_the_run_and_shows_its_error(tmp_path: Path) -> 
     done = run(sys.executable, str(CLI), "fit", *options, RESULT=str(tmp_path / "out"), timeout=120)
     assert done.returncode != 0 and "a bad sample on one rank" in done.stdout
     assert time.monotonic() - start < 100
-
-
-@pytest.fixture(scope="module")
-def main_job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A few steps of the main job under each strategy: one as a user starts it, the others on ranks that exist."""
-    folder = tmp_path_factory.mktemp("main_job")
-    script = str(ROOT / "examples" / "finetune_minilm.py")
-    starts = {
-        strategy: (
-            "--strategy",
-            strategy,
-            "--devices",
-            "2",
-            "--steps",
-            "2",
-            "--held-out",
-            "2",
-            "--json",
-            str(folder / strategy),
-        )
-        for strategy in ("ddp", "zero1", "zero2", "zero3")
-    }
-    done = run(sys.executable, script, *starts["zero3"])
-    assert done.returncode == 0, done.stdout
-    run_ranks(2, run_scripts, [(script, *starts[strategy]) for strategy in ("ddp", "zero1", "zero2")], timeout=200)
-    return {strategy: json.loads((folder / strategy).read_text()) for strategy in starts}
-
-
-def test_the_main_job_has_the_same_losses_under_every_strategy(main_job: dict[str, Any]) -> None:
-    for strategy in ("zero1", "zero2", "zero3"):
-        for own, ddp in zip(main_job[strategy]["losses"], main_job["ddp"]["losses"], strict=True):
-            assert abs(own - ddp) < 1e-4, (strategy, own, ddp)
-        assert main_job[strategy]["accuracy"] == pytest.approx(
-            main_job["ddp"]["accuracy"], abs=0.04
-        )  # one of 32 articles
