@@ -39,60 +39,64 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 
 
 @dataclass
-class Twin:
-    """The same model trained three ways: by one process, by DDP, by the engine."""
+class Sharded:
+    """A model that the engine trains."""
 
-    plain: nn.Module
-    plain_optimizer: Optimizer
-    ddp: DistributedDataParallel
-    ddp_optimizer: Optimizer
     model: nn.Module
     engine: ZeroEngine
     optimizer: Optimizer
 
-    @classmethod
-    def make(cls, model: nn.Module, optimizer: MakeOptimizer, config: ZeroConfig) -> Twin:
-        plain, ddp_model = copy.deepcopy(model), copy.deepcopy(model)
-        ddp = DistributedDataParallel(ddp_model)
-        engine = shard(model, config)
-        own = optimizer(model)
-        engine.bind(own)
-        return cls(plain, optimizer(plain), ddp, optimizer(ddp_model), model, engine, own)
+
+class Twin:
+    """The same model trained by one process, by DDP, and by an engine for each of some configs."""
+
+    def __init__(self, model: nn.Module, optimizer: MakeOptimizer, configs: Iterable[ZeroConfig]) -> None:
+        ddp = copy.deepcopy(model)
+        self.sharded = []
+        for config in configs:
+            own = copy.deepcopy(model)
+            engine = shard(own, config)
+            self.sharded.append(Sharded(own, engine, engine.bind(optimizer(own))))
+        self.plain, self.plain_optimizer = model, optimizer(model)
+        self.ddp, self.ddp_optimizer = DistributedDataParallel(ddp), optimizer(ddp)
 
     @property
-    def runs(self) -> list[tuple[nn.Module, Optimizer]]:
-        return [(self.plain, self.plain_optimizer), (self.ddp, self.ddp_optimizer), (self.model, self.optimizer)]
+    def _runs(self) -> list[tuple[nn.Module, Optimizer]]:
+        own = [(run.model, run.optimizer) for run in self.sharded]
+        return [(self.plain, self.plain_optimizer), (self.ddp, self.ddp_optimizer), *own]
 
-    def backward(self, data: dict[str, Tensor], loss: Callable[[nn.Module, Any], Tensor] = models.loss) -> list[Tensor]:
-        """Forward and backward of all three; returns the mean losses over ranks."""
+    def backward(self, data: dict[str, Tensor]) -> list[float]:
+        """Forward and backward of all; returns the mean losses over ranks."""
         mine = models.part(data, dist.get_rank(), dist.get_world_size())
         losses = []
-        for model, _ in self.runs:
-            value = loss(model, data if model is self.plain else mine)
+        for model, _ in self._runs:
+            value = models.loss(model, data if model is self.plain else mine)
             value.backward()
-            losses.append(value.detach() if model is self.plain else mean_over_ranks(value.detach()))
+            losses.append(value.item() if model is self.plain else mean_over_ranks(value.detach()).item())
         return losses
 
     def step(self) -> None:
-        for _, optimizer in self.runs:
+        for _, optimizer in self._runs:
             optimizer.step()
             optimizer.zero_grad()
 
-    def gradient_errors(self) -> tuple[float, float]:
-        """The largest relative error of a gradient, of the engine's and of DDP's."""
+    def gradient_errors(self) -> list[float]:
+        """The largest relative error of a gradient: of DDP's, then of the engines'."""
         expected = [p.grad for p in self.plain.parameters()]
-        own = [self.engine.full_grad(p) for p in self.model.parameters()]
-        return distance(own, expected), distance([p.grad for p in self.ddp.parameters()], expected)
+        own = [full_grads(run.engine) for run in self.sharded]
+        return [distance(grads, expected) for grads in ([p.grad for p in self.ddp.parameters()], *own)]
 
-    def weight_errors(self) -> tuple[float, float]:
-        """The largest absolute difference of a weight, of the engine's and of DDP's."""
-        with self.engine.full_params():
-            own = largest_difference(self.model.parameters(), self.plain.parameters())
-        return own, largest_difference(self.ddp.parameters(), self.plain.parameters())
+    def weight_errors(self) -> list[float]:
+        """The largest absolute difference of a weight: of DDP's, then of the engines'."""
+        errors = [largest_difference(self.ddp.parameters(), self.plain.parameters())]
+        for run in self.sharded:
+            with run.engine.full_params():
+                errors.append(largest_difference(run.model.parameters(), self.plain.parameters()))
+        return errors
 
-    def state_error(self) -> float:
+    def state_error(self, run: Sharded) -> float:
         """The largest relative error of an optimizer state tensor (on rank 0; 0 elsewhere)."""
-        own = self.engine.full_optimizer_state_dict(self.optimizer)
+        own = run.engine.full_optimizer_state_dict(run.optimizer)
         expected = self.plain_optimizer.state_dict()
         if dist.get_rank() != 0:
             return 0.0
@@ -102,6 +106,34 @@ class Twin:
             columns = [[state["state"][i][key] for i in expected["state"]] for state in (own, expected)]
             worst = max(worst, distance(*columns))
         return worst
+
+
+def full_grads(engine: ZeroEngine) -> list[Tensor | None]:
+    """`engine.full_grad` of every parameter, with one exchange for all of them instead of two for each."""
+    engine._reducer.reduce_local_grads()
+    engine._reducer.drop_zeroed()
+    own: dict[str, tuple[int, Tensor]] = {}
+    layouts = {}
+    for partition in (partition for unit in engine._units for partition in unit.partitions):
+        for index, layout in enumerate(partition.layout.params):
+            layouts[id(partition.params[index])] = layout
+            grad = partition.master.gradient(index)
+            if grad is not None:
+                own[layout.fqn] = (partition.slices[index][0].piece.start, grad)
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    grads: list[Tensor | None] = []
+    for param in engine.model.parameters():
+        layout = layouts[id(param)]
+        parts = [found[layout.fqn] for found in ranks if layout.fqn in found]
+        if not parts:
+            grads.append(None)
+            continue
+        whole = torch.zeros(layout.numel, dtype=parts[0][1].dtype)
+        for start, part in parts:
+            whole[start : start + part.numel()] = part
+        grads.append(whole.as_strided(layout.shape, layout.stride))
+    return grads
 
 
 def distance(values: Iterable[Tensor | None], expected: Iterable[Tensor | None]) -> float:
@@ -175,7 +207,7 @@ class Pair:
     def check_gradients(self, tolerance: float = 5e-6) -> None:
         """Fp32 rounding (6e-8) a few dozen times over: deep or recurrent graphs, after steps that rounded as well."""
         expected = [p.grad for p in self.plain.parameters()]
-        error = distance([self.engine.full_grad(p) for p in self.model.parameters()], expected)
+        error = distance(full_grads(self.engine), expected)
         assert error < tolerance, f"a gradient is off by {error:.1e}"
 
     def check_weights(self, tolerance: float = 1e-5) -> None:

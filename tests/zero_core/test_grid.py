@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from tests.helpers import models
 from tests.helpers.cases import Cases, check
-from tests.helpers.twin import OPTIMIZERS, HalfTwin, fingerprint
+from tests.helpers.twin import OPTIMIZERS, HalfTwin, fingerprint, full_grads
 from zero_core import MixedPrecision, Offload, ZeroConfig, ZeroGradScaler, shard
 
 cases = Cases(__name__)
@@ -73,7 +73,7 @@ def train(stage: int, precision: str | None, accumulation: str, clipping: str | 
                 scaler.scale(models.loss(model, micro) / len(data)).backward()
         scaler.scale(models.loss(model, data[-1]) / len(data)).backward()
         scaler.unscale_(optimizer)
-        outcome.gradients.append([engine.full_grad(param) for param in model.parameters()])
+        outcome.gradients.append(full_grads(engine))
         if clipping == "value":
             engine.clip_grad_value_(0.01)
         outcome.norms.append(engine.clip_grad_norm_(0.1 if clipping == "norm" else float("inf")).item())
@@ -140,7 +140,7 @@ def micro_batches_are_one_big_batch_in_every_precision(stage: int) -> None:
                     micro = models.part(mine, part, parts)
                     with engine.no_sync() if part < parts - 1 else torch.enable_grad():
                         (models.loss(model, micro) / parts).backward()
-                gradients.append([engine.full_grad(p) for p in model.parameters()])
+                gradients.append(full_grads(engine))
             for whole, added in zip(*gradients, strict=True):
                 assert (whole - added).norm() <= tolerance * whole.norm(), (precision, offload)
 
