@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +37,31 @@ def weights(run: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in state.items()}
 
 
-def check_same(run: Any, expected: Any, tolerance: float = 5e-5) -> None:
+@dataclass
+class Outcome:
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]
+    eval_loss: float
+
+
+def outcome(run: Any, eval_loss: float = 0.0) -> Outcome:
+    norms = [entry["grad_norm"] for entry in run.state.log_history if "grad_norm" in entry]
+    return Outcome(losses(run), norms, weights(run), eval_loss)
+
+
+@cache
+def ddp(**settings: Any) -> Outcome:
+    """What transformers' own Trainer arrives at; the same for every stage."""
+    run = trainer(0, folder(), **settings)
+    run.train()
+    return outcome(run, run.evaluate()["eval_loss"])
+
+
+def check_same(run: Any, expected: Outcome, tolerance: float = 5e-5) -> None:
     """Adam amplifies rounding where gradients vanish; the losses have no such excuse."""
-    assert losses(run) == pytest.approx(losses(expected), rel=2e-5)  # logged with four digits after the point
-    own, other = weights(run), weights(expected)
+    assert losses(run) == pytest.approx(expected.losses, rel=2e-5)
+    own, other = weights(run), expected.weights
     assert own.keys() == other.keys()
     off = {k: (own[k] - v).abs().max().item() for k, v in other.items()}
     assert max(off.values()) < tolerance, sorted(off.items(), key=lambda item: -item[1])[:3]
@@ -47,40 +70,32 @@ def check_same(run: Any, expected: Any, tolerance: float = 5e-5) -> None:
 @cases
 def training_is_that_of_ddp(stage: int) -> None:
     for settings in ({}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}, {"gradient_checkpointing": True}):
-        runs = [trainer(at, folder(), **settings) for at in (0, stage)]
-        metrics = []
-        for run in runs:
-            run.train()
-            metrics.append(run.evaluate())
-        check_same(runs[1], runs[0])
-        assert metrics[1]["eval_loss"] == pytest.approx(metrics[0]["eval_loss"], rel=1e-4)
-        norms = [[e["grad_norm"] for e in run.state.log_history if "grad_norm" in e] for run in runs]
-        assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+        run, expected = trainer(stage, folder(), **settings), ddp(**settings)
+        run.train()
+        check_same(run, expected)
+        assert run.evaluate()["eval_loss"] == pytest.approx(expected.eval_loss, rel=1e-4)
+        assert outcome(run).norms == pytest.approx(expected.norms, rel=1e-3)
 
 
 @cases
 def evaluation_comes_first_or_alone(stage: int) -> None:
-    run, expected = trainer(stage, folder()), trainer(0, folder())
-    before = run.evaluate()["eval_loss"]
-    assert before == pytest.approx(expected.evaluate()["eval_loss"], rel=1e-5)
+    run = trainer(stage, folder())
+    assert run.evaluate()["eval_loss"] == pytest.approx(untrained_loss(), rel=1e-5)
     assert next(h.bytes for h in engine_of(run.model).report().held if h.kind == "optimizer") == 0
     run.train()
-    # DDP's Trainer is a fresh one: after an evaluation it takes the model for wrapped and reduces nothing.
-    expected = trainer(0, folder())
-    expected.train()
-    check_same(run, expected)
+    # DDP's Trainer did not evaluate before: it would take the model for wrapped, and reduce nothing.
+    check_same(run, ddp())
     predicted = run.predict(Rows(6, seed=2)).predictions
     assert predicted.shape == (6, 9, models.VOCAB)
 
 
 @cases
 def bf16_keeps_fp32_masters(stage: int) -> None:
-    run, expected = trainer(stage, folder(), bf16=True), trainer(0, folder(), bf16=True)
-    for one in (run, expected):
-        one.train()
+    run = trainer(stage, folder(), bf16=True)
+    run.train()
     assert next(run.model.parameters()).dtype == torch.bfloat16
     assert all(value.dtype == torch.float32 for value in weights(run).values())
-    assert losses(run) == pytest.approx(losses(expected), rel=2e-2)  # half weights; DDP casts fp32 ones
+    assert losses(run) == pytest.approx(ddp(bf16=True).losses, rel=2e-2)  # half weights; DDP casts fp32 ones
 
 
 @cases
@@ -107,7 +122,7 @@ def training_resumes_from_a_checkpoint_at_another_stage(stage: int) -> None:
     dist.barrier()
     rest = trainer(stage % 3 + 1, folder(), seed=5, **settings)
     rest.train(resume_from_checkpoint=f"{path}/checkpoint-2")
-    check_same(rest, whole)
+    check_same(rest, outcome(whole))
     assert rest.state.global_step == 4
     plain = models.build("llama", 3)  # and plain torch reads the optimizer's file
     groups = [{"params": [p for p in plain.parameters() if (p.ndim > 1) == decays]} for decays in (True, False)]
@@ -126,7 +141,7 @@ def a_checkpoint_of_ddp_resumes_here_and_the_other_way(stage: int) -> None:
         dist.barrier()
         rest = trainer(second, folder(), seed=5, **settings)
         rest.train(resume_from_checkpoint=f"{path}/checkpoint-2")
-        check_same(rest, whole)
+        check_same(rest, ddp())
 
 
 @cases
@@ -154,6 +169,18 @@ def generation_stops_at_different_lengths(stage: int) -> None:
     run.evaluate()
 
 
+@cache
+def untrained_loss() -> float:
+    return trainer(0, folder()).evaluate()["eval_loss"]
+
+
+@cache
+def ddp_with_adapters() -> Outcome:
+    run = trainer(0, folder(), model=lora(), learning_rate=1e-2)
+    run.train()
+    return outcome(run)
+
+
 def lora(seed: int = 0) -> Any:
     torch.manual_seed(seed)
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.0)
@@ -164,10 +191,9 @@ def lora(seed: int = 0) -> Any:
 def adapters_are_trained_and_saved_in_pefts_own_format(stage: int) -> None:
     path = folder()
     settings = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
-    run, expected = trainer(stage, path, model=lora(), **settings), trainer(0, folder(), model=lora(), **settings)
+    run = trainer(stage, path, model=lora(), **settings)
     run.train()
-    expected.train()
-    check_same(run, expected, 5e-4)
+    check_same(run, ddp_with_adapters(), 5e-4)
     dist.barrier()
     files = {p.name for p in Path(path, "checkpoint-2").iterdir()}
     assert "adapter_model.safetensors" in files and "model.safetensors" not in files
@@ -175,7 +201,7 @@ def adapters_are_trained_and_saved_in_pefts_own_format(stage: int) -> None:
     assert all(torch.equal(loaded[name], value) for name, value in weights(run).items())
     rest = trainer(stage, folder(), model=lora(1), **settings)
     rest.train(resume_from_checkpoint=f"{path}/checkpoint-2")
-    check_same(rest, run, 5e-4)
+    check_same(rest, outcome(run), 5e-4)
 
 
 @cases.at(3)
@@ -208,7 +234,7 @@ def trls_sft_trainer_with_adapters(stage: int) -> None:
     expected = make(SFTTrainer, folder())
     run.train()
     expected.train()
-    check_same(run, expected, 5e-4)
+    check_same(run, outcome(expected), 5e-4)
     dist.barrier()
     loaded = PeftModel.from_pretrained(models.build("llama"), f"{path}/checkpoint-4").state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in weights(run).items())
@@ -233,11 +259,10 @@ def pretrained_weights_are_read_where_they_are_needed(stage: int) -> None:
     dist.barrier()
     with sharded_init():
         model = LlamaForCausalLM.from_pretrained(path)
-    run, expected = trainer(stage, folder(), model=model), trainer(0, folder())
+    run = trainer(stage, folder(), model=model)
     assert all(deferred.source_of(param) is not None for param in model.parameters())
     run.train()
-    expected.train()
-    check_same(run, expected)
+    check_same(run, ddp())
 
 
 @cases
