@@ -238,6 +238,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         Raises:
             Exception: writing failed; on all ranks.
         """
+        self._meet("accelerator.save_model()", [model])
         with self._gathering([model]), raising_together():
             if self.is_main_process:
                 super().save_model(model, *args, **kwargs)
@@ -251,8 +252,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         Raises:
             Exception: writing failed; on all ranks.
         """
+        self._meet("accelerator.save_state()", self._models)
         with self._gathering([*self._models, *self._optimizers]), raising_together():
             return super().save_state(output_dir, *args, **kwargs)
+
+    def _meet(self, call: str, models: list[nn.Module]) -> None:
+        """Finds out in seconds when a rank makes a call alone."""
+        for engine in [engine for model in models if (engine := engine_of(model)) is not None][:1]:
+            engine.meet(call)
 
     @contextmanager
     def _gathering(self, objects: list[Any]) -> Iterator[None]:

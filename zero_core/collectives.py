@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol
@@ -31,6 +31,7 @@ from torch.autograd.profiler import record_function
 from zero_core.layout import FlatLayout
 from zero_core.messages import MESSAGE_BYTES, add_own, fill, flat_view, outgoing, plan, sum_in_rank_order
 from zero_core.precision import accumulation_dtype
+from zero_core.watchdog import Watchdog
 
 
 @dataclass
@@ -76,21 +77,28 @@ class Pending:
         works: the transfers.
         finish: the local part, run once after them.
         keep: tensors that the transfers read or write and nobody else holds.
+        operation: what they are part of, for the watchdog.
     """
 
     def __init__(
-        self, works: Iterable[Work], finish: Callable[[], None] | None = None, keep: Iterable[Tensor] = ()
+        self,
+        works: Iterable[Work],
+        finish: Callable[[], None] | None = None,
+        keep: Iterable[Tensor] = (),
+        operation: AbstractContextManager[None] | None = None,
     ) -> None:
         self._works = list(works)
         self._finish = finish
         self._keep = list(keep)
+        self._operation = operation or nullcontext()
 
     def wait(self) -> None:
         """Waits for the transfers, then does the local part (the sum of received slices)."""
         works, finish = self._works, self._finish
         self._works, self._finish = [], None
-        for work in works:
-            work.wait()
+        with self._operation:
+            for work in works:
+                work.wait()
         self._keep = []
         if finish is not None:
             finish()
@@ -109,10 +117,13 @@ class _Groups:
         self._engines = 0
         ranks = dist.get_process_group_ranks(like)
         whole_world = len(ranks) == dist.get_world_size()
-        timeout = like._get_backend(device).options._timeout
+        self.timeout: timedelta = like._get_backend(device).options._timeout
         self.gather, self.reduce, self.control = (
-            _new_group(ranks, timeout, use_local_synchronization=not whole_world) for _ in range(3)
+            _new_group(ranks, self.timeout, use_local_synchronization=not whole_world) for _ in range(3)
         )
+        looked_after = len(ranks) > 1 and _backend_for(like, device) == "gloo"
+        store = _store(f"zero_core/{like.group_name}/{device.type}") if looked_after else None
+        self.watchdog = Watchdog(store, dist.get_rank(like), len(ranks))
 
     @classmethod
     def over(cls, like: dist.ProcessGroup, device: torch.device) -> _Groups:
@@ -152,6 +163,7 @@ class Collectives:
         self._ranks = dist.get_process_group_ranks(group)
         groups = _Groups.over(group, device)
         self._gather_group, self._reduce_group, self._control_group = groups.gather, groups.reduce, groups.control
+        self._watchdog, self._timeout = groups.watchdog, groups.timeout
         self.first_tag = groups.next_first_tag()
 
     @property
@@ -178,9 +190,10 @@ class Collectives:
                 return Pending([_all_gather_single(_as_bytes(flat), shards[self.rank], self._gather_group)])
             self.traffic.add("gather", filled[self.rank] * (self.world_size - 1))
             own = shards[self.rank][: filled[self.rank]]
+            operation = self._watchdog.post(f"the gather of the weights of '{label}' and what is beside them ({tag})")
             works = [work for peer in self._peers() for work in self._send(own, peer, tag)]
             works += [w for peer in self._peers() for w in self._receive(shards[peer][: filled[peer]], peer, tag)]
-            return Pending(works)
+            return Pending(works, operation=operation)
 
     def _receive(self, data: Tensor, peer: int, tag: int) -> list[Work]:
         group = self._gather_group
@@ -209,7 +222,7 @@ class Collectives:
         with record_function(f"zero_core::reduce {label}"):
             flats = [None if g is None else flat_view(g, p.stride) for g, p in zip(grads, layout.params, strict=True)]
             if self.exchanges_slices or self.world_size == 1:
-                return self._exchange(layout, flats, out, wire, tag)
+                return self._exchange(layout, flats, out, wire, tag, label)
             packed = out.new_empty(layout.padded_numel, dtype=wire)
             packed[layout.numel :].zero_()
             fill(packed, layout, flats)
@@ -228,10 +241,11 @@ class Collectives:
             return Pending([work], finish, keep=[packed])
 
     def _exchange(
-        self, layout: FlatLayout, flats: list[Tensor | None], out: Tensor, wire: torch.dtype, tag: int
+        self, layout: FlatLayout, flats: list[Tensor | None], out: Tensor, wire: torch.dtype, tag: int, label: str
     ) -> Pending:
         """Slices go straight from the gradients to their owners, which sum them in rank order."""
         rank = self.rank
+        operation = self._watchdog.post(f"the reduction of the gradients of '{label}' and what is beside them ({tag})")
         works: list[Work] = []
         sent: list[Tensor] = []
         for peer in self._peers():
@@ -260,22 +274,23 @@ class Collectives:
             if total is not out:
                 out.copy_(total)
 
-        return Pending(works, finish, keep=sent)
+        return Pending(works, finish, keep=sent, operation=operation)
 
-    def any_rank(self, flags: list[bool]) -> Callable[[], list[bool]]:
+    def any_rank(self, flags: list[bool], call: str = "the end of a backward") -> Callable[[], list[bool]]:
         """Starts a logical "or" over ranks; call the result to wait for it.
 
         Args:
             flags: one flag per parameter, the same length on all ranks.
+            call: what it is part of.
         """
         tensor = torch.tensor(flags, dtype=torch.uint8).to(self.device, non_blocking=True)
         if self.world_size == 1 or not flags:
             return lambda: flags
         self.traffic.add("control", tensor.numel())
-        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._control_group, async_op=True)
+        finish = self._control(call, dist.all_reduce, tensor, op=dist.ReduceOp.MAX, group=self._control_group)
 
         def result() -> list[bool]:
-            work.wait()
+            finish()
             return [bool(x) for x in tensor.tolist()]
 
         return result
@@ -286,14 +301,14 @@ class Collectives:
             return value.reshape(1)
         self.traffic.add("control", value.element_size() * (self.world_size - 1))
         values = [torch.empty_like(value.reshape(1)) for _ in range(self.world_size)]
-        dist.all_gather(values, value.reshape(1), group=self._control_group)
+        self._control("a gradient norm", dist.all_gather, values, value.reshape(1), group=self._control_group)()
         return torch.cat(values)
 
     def sum(self, tensor: Tensor) -> None:
         """Adds up all ranks' `tensor`, in place."""
         if self.world_size > 1 and tensor.numel():
             self.traffic.add("control", tensor.numel() * tensor.element_size())
-            dist.all_reduce(_real(tensor), group=self._control_group)
+            self._control("a whole gradient", dist.all_reduce, _real(tensor), group=self._control_group)()
 
     def broadcast(self, tensors: Sequence[Tensor], src: int = 0) -> None:
         """Overwrites `tensors` with those of rank `src` (a rank of this group), in few large messages."""
@@ -303,7 +318,9 @@ class Collectives:
             for batch in _by_dtype(tensors):
                 packed = torch.cat([_as_bytes(t.contiguous()) for t in batch])
                 self.traffic.add("control", packed.numel() if self.rank == src else 0)
-                dist.broadcast(packed, self._ranks[src], group=self._control_group)
+                self._control(
+                    "a broadcast from rank 0", dist.broadcast, packed, self._ranks[src], group=self._control_group
+                )()
                 sizes = [t.numel() * t.element_size() for t in batch]
                 for tensor, data in zip(batch, packed.split(sizes), strict=True):
                     tensor.copy_(data.clone().view(tensor.dtype).view(tensor.shape) if data.numel() else tensor)
@@ -315,14 +332,35 @@ class Collectives:
         self.traffic.add("control", 0 if self.rank == 0 else shard.numel() * shard.element_size())
         out = [torch.empty_like(shard) for _ in range(self.world_size)] if self.rank == 0 else None
         wire = None if out is None else [_as_bytes(t) for t in out]
-        dist.gather(_as_bytes(shard), wire, dst=self._ranks[0], group=self._control_group)
+        first, group = self._ranks[0], self._control_group
+        self._control("the gathering of whole state", dist.gather, _as_bytes(shard), wire, dst=first, group=group)()
         return out
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's picklable `value`, in rank order, on all ranks. Not for the step's path."""
         values: list[Any] = [None] * self.world_size
+        self.meet("an exchange of state")
         dist.all_gather_object(values, value, group=self._control_group)
         return values
+
+    def meet(self, call: str) -> None:
+        """Waits until all ranks are in `call`.
+
+        Raises:
+            RuntimeError: within seconds, where others wait for something else; says where each rank is.
+        """
+        if self.world_size > 1 and self.exchanges_slices:
+            self._watchdog.meet(call, self._timeout)
+        elif self.world_size > 1:
+            dist.barrier(group=self._control_group)
+
+    def _control(self, call: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], None]:
+        """Starts a collective that belongs to `call`; call the result to wait for it."""
+        operation = self._watchdog.post(call, interruptible=self.exchanges_slices)
+        work = collective(*args, **kwargs, async_op=True)
+        if not self.exchanges_slices:
+            return lambda: work.wait()
+        return lambda: operation.finish(work, self._timeout)
 
     def raising_together(self, may_fail: bool = True) -> AbstractContextManager[None]:
         """See the function of this name."""
@@ -376,6 +414,12 @@ def destroy_process_groups_at_exit() -> None:
             thread.join(timeout=5)
 
     atexit.register(destroy)
+
+
+def _store(prefix: str) -> Any:
+    """The ranks' store, over a connection of its own: a call that waits in it would hold up the other thread's."""
+    c10d: Any = dist.distributed_c10d
+    return c10d.PrefixStore(prefix, c10d._get_default_store().clone())
 
 
 def _new_group(ranks: list[int], timeout: timedelta, use_local_synchronization: bool) -> dist.ProcessGroup:

@@ -330,7 +330,7 @@ class ZeroEngine:
         self._reducer.drop_zeroed()
         _, partition, index = self._runtime.locate(param)
         shard = partition.master.gradient(index)
-        if not any(self._collectives.any_rank([shard is not None])()):
+        if not any(self._collectives.any_rank([shard is not None], "engine.full_grad()")()):
             return None
         return partition.whole(index, shard)
 
@@ -346,7 +346,13 @@ class ZeroEngine:
         Raises:
             RuntimeError: on leaving at stage 3, a parameter was written without `writeback`.
         """
-        return self._runtime.full(writeback)
+        return self._full_params(writeback)
+
+    @contextmanager
+    def _full_params(self, writeback: bool) -> Iterator[None]:
+        self.meet("engine.full_params()")
+        with self._runtime.full(writeback):
+            yield
 
     def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
         """`model.state_dict()` as the unsharded model would give it. All ranks.
@@ -360,6 +366,7 @@ class ZeroEngine:
             tensors on the CPU by fully qualified name, in logical shapes, tied names included. Parameters come in their
             masters' dtype (fp32 under a policy with fp32 masters), so that nothing is lost.
         """
+        self.meet("engine.full_state_dict()")
         return state_dict.full_model_state(self.model, self._units, self._collectives, all_ranks)
 
     def load_full_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
@@ -387,7 +394,9 @@ class ZeroEngine:
         Raises:
             RuntimeError: the optimizer is not bound.
         """
-        return state_dict.full_optimizer_state(self._binding(optimizer), self._runtime, self._collectives)
+        binding = self._binding(optimizer)
+        self.meet("engine.full_optimizer_state_dict()")
+        return state_dict.full_optimizer_state(binding, self._runtime, self._collectives)
 
     def load_full_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Loads a whole optimizer state (from any world size or a plain run); each rank keeps its part. Sends nothing.
@@ -432,11 +441,20 @@ class ZeroEngine:
             memory.sent(self._units, stage, self.world_size, self._last_step),
         )
 
+    def meet(self, call: str) -> None:
+        """Waits until all ranks are in `call`, which is named where they are not. All ranks.
+
+        Raises:
+            RuntimeError: within seconds, where no rank can go on; says where each one is (gloo).
+        """
+        self._collectives.meet(call)
+
     def close(self) -> None:
         """Takes the engine off the model, whose parameters are whole again, in their first dtype, on every rank. All ranks.
 
         Bound optimizers keep stepping this rank's slices only, so make new ones.
         """
+        self.meet("engine.close()")
         for unit in self._units:
             unit.gather()
         self._runtime.keep_changes()

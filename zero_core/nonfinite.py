@@ -53,7 +53,7 @@ class NonFiniteGuard:
         # Full precision is as in plain torch. Decided by the layout, which is the same on all ranks, not by gradients.
         if self._checked or not any(is_half(partition.layout.dtype) for partition in bound.partitions()):
             self._in_a_row = 0
-        elif not self._collectives.any_rank([not all_finite(_grads(bound))])()[0]:
+        elif not self._collectives.any_rank([not all_finite(_grads(bound))], "optimizer.step()")()[0]:
             self._in_a_row = 0
         elif self._policy.nonfinite == "raise":
             raise RuntimeError(

@@ -1,0 +1,89 @@
+"""Ranks that wait for each other end within seconds, and say where each of them is."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.helpers import models
+from tests.helpers.ranks import run_ranks
+from zero_core import ZeroConfig, shard, watchdog
+
+
+def hurry() -> None:
+    """The same, ten times as impatient."""
+    watchdog._PATIENCE, watchdog._INTERVAL = 0.5, 0.1
+
+
+def alone(world_size: int) -> tuple[str, float]:
+    """Rank 0 asks for the whole state by itself; the others go on training."""
+    hurry()
+    model = models.mlp()
+    engine = shard(model, ZeroConfig(stage=3))
+    start = time.monotonic()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError) as caught:
+            engine.full_state_dict()
+        seconds = time.monotonic() - start
+        model(torch.ones(2, 5)).sum().backward()  # nothing is lost: it can go on as the others did
+        return str(caught.value), seconds
+    model(torch.ones(2, 5)).sum().backward()
+    return "", 0.0
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_call_that_one_rank_makes_alone_is_named(world_size: int) -> None:
+    message, seconds = run_ranks(world_size, alone, world_size, timeout=60)[0]
+    assert "rank 0 waits in engine.full_state_dict()" in message
+    assert "rank 1 waits in the gather of the weights of '0.weight'" in message
+    assert "only some ranks make" in message and seconds < 10
+
+
+class Forks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.left if dist.get_rank() == 0 else self.right)(x)
+
+
+def fork(stage: int, folder: str) -> None:
+    hurry()
+    sys.stderr = open(f"{folder}/rank{dist.get_rank()}", "w")
+    model = Forks()
+    shard(model, ZeroConfig(stage=stage, unit_numel=1, prefetch_bytes=0))
+    model(torch.ones(2, 5)).sum().backward()
+
+
+def test_ways_through_the_model_that_part_end_with_both_modules_named(tmp_path: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match=r"rank \d died"):
+        run_ranks(2, fork, 3, str(tmp_path), timeout=60)
+    assert time.monotonic() - start < 30
+    said = "".join(file.read_text() for file in tmp_path.iterdir())
+    assert "rank 0 waits in the gather of the weights of 'left.weight'" in said
+    assert "rank 1 waits in the gather of the weights of 'right.weight'" in said
+    assert "in forward" in said  # where in the script
+
+
+def slow() -> float:
+    """A rank that takes its time is waited for."""
+    hurry()
+    model = models.mlp()
+    engine = shard(model, ZeroConfig(stage=3))
+    if dist.get_rank() == 1:
+        time.sleep(2)
+    model(torch.ones(2, 5)).sum().backward()
+    return float(engine.clip_grad_norm_(1.0))
+
+
+def test_a_slow_rank_is_no_dead_end() -> None:
+    norms = run_ranks(2, slow, timeout=60)
+    assert norms[0] == norms[1] > 0
