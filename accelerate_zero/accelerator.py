@@ -221,6 +221,19 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             found.setdefault(engine, []).append(param)
         return found
 
+    def join_uneven_inputs(
+        self, joinables: list[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """Not offered: at stage 3 a rank without batches would have to gather weights for the others all the same.
+
+        Raises:
+            ValueError: says what to do instead.
+        """
+        raise ValueError(
+            "ranks must have the same number of batches under ZeRO. Keep DataLoaderConfiguration(even_batches=True), the "
+            "default, with which gather_for_metrics leaves out what fills the last batch."
+        )
+
     # -- state -----------------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:

@@ -5,9 +5,6 @@
 (With `from accelerate import Accelerator` instead, `accelerate-zero launch --num_processes 2` does the same.)
 """
 
-import argparse
-from pathlib import Path
-
 import news
 import torch
 from accelerate.utils import DataLoaderConfiguration, set_seed
@@ -18,13 +15,7 @@ from accelerate_zero import Accelerator, ZeroPlugin, sharded_init
 
 def main() -> None:
     """Trains and reports."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", type=int, default=3, help="1, 2 or 3 (default: 3)")
-    parser.add_argument("--steps", type=int, default=80, help="training steps (default: 80)")
-    parser.add_argument("--held-out", type=int, default=25, help="batches of 16 to measure accuracy on (default: 25)")
-    parser.add_argument("--seed", type=int, default=0, help="of split, order and new head (default: 0)")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    args = parser.parse_args()
+    args = news.arguments(__doc__).parse_args()
 
     accelerator = Accelerator(
         zero_plugin=ZeroPlugin(stage=args.stage),

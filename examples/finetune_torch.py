@@ -3,9 +3,6 @@
 torchrun --nproc-per-node 2 examples/finetune_torch.py
 """
 
-import argparse
-from pathlib import Path
-
 import news
 import torch
 import torch.distributed as dist
@@ -16,13 +13,7 @@ import zero_core
 
 def main() -> None:
     """Trains and reports."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", type=int, default=3, help="1, 2 or 3 (default: 3)")
-    parser.add_argument("--steps", type=int, default=80, help="training steps (default: 80)")
-    parser.add_argument("--held-out", type=int, default=25, help="batches of 16 to measure accuracy on (default: 25)")
-    parser.add_argument("--seed", type=int, default=0, help="of split, order and new head (default: 0)")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    args = parser.parse_args()
+    args = news.arguments(__doc__).parse_args()
 
     on_gpu = torch.cuda.is_available()
     if not dist.is_initialized():

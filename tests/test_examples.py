@@ -13,7 +13,7 @@ from tests.helpers.processes import ROOT, run
 from tests.helpers.ranks import run_ranks, run_scripts
 
 EXAMPLES = ROOT / "examples"
-STEPS = ("--steps", "3", "--held-out", "2")
+STEPS = ("--steps", "2", "--held-out", "1")
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +36,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
 def test_the_main_job_has_the_losses_it_has_with_ddp(runs: dict[str, Any], name: str) -> None:
     assert runs[name]["losses"] == pytest.approx(runs["ddp"]["losses"], abs=1e-4)
-    assert runs[name]["accuracy"] == pytest.approx(runs["ddp"]["accuracy"], abs=0.04)  # one of 32 articles
+    assert runs[name]["accuracy"] == pytest.approx(runs["ddp"]["accuracy"], abs=0.07)  # one of 16 articles
 
 
 @pytest.mark.parametrize("name", ["torch", "accelerate", "transformers"])
 def test_it_has_the_same_losses_whichever_way_it_is_written(runs: dict[str, Any], name: str) -> None:
     assert runs[name]["losses"] == pytest.approx(runs["zero3"]["losses"], abs=1e-5)
-    assert runs[name]["accuracy"] == pytest.approx(runs["zero3"]["accuracy"], abs=0.04)
+    assert runs[name]["accuracy"] == pytest.approx(runs["zero3"]["accuracy"], abs=0.07)
 
 
 def test_each_example_is_readable_in_one_sitting() -> None:

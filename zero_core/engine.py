@@ -344,7 +344,8 @@ class ZeroEngine:
                 owns it keeps its own value. At stages 1 and 2 parameters are whole anyway and changes always stay.
 
         Raises:
-            RuntimeError: on leaving at stage 3, a parameter was written without `writeback`.
+            RuntimeError: on leaving, the model has a parameter that is new, or at stage 3 one that was written without
+                `writeback`.
         """
         return self._full_params(writeback)
 
@@ -353,6 +354,13 @@ class ZeroEngine:
         self.meet("engine.full_params()")
         with self._runtime.full(writeback):
             yield
+        for name, param in self.model.named_parameters():
+            if not self._runtime.knows(param):
+                raise RuntimeError(
+                    f"parameter '{name}' is new: the engine does not know it, so it would be neither reduced nor stepped. "
+                    "To change which parameters a model has (resize_token_embeddings, adapters), call engine.close() on "
+                    "every rank first, and shard and bind again afterwards."
+                )
 
     def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
         """`model.state_dict()` as the unsharded model would give it. All ranks.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from itertools import chain
 from pathlib import Path
@@ -16,13 +17,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2LMHeadModel
 
-from accelerate_zero import ZeroOptimizer
+from accelerate_zero import Accelerator, ZeroOptimizer, ZeroPlugin
 from tests.helpers import models
 from tests.helpers.accelerating import accelerator, loader, steps
 from tests.helpers.cases import Cases, check
 from tests.helpers.lightning import make_optimizer
 from tests.helpers.twin import HalfTwin, largest_difference
-from zero_core import ZeroConfig, engine_of, shard
+from zero_core import ZeroConfig, engine_of, shard, watchdog
 
 cases = Cases(__name__)
 outcomes = cases.fixture(2, timeout=200)
@@ -369,6 +370,61 @@ def a_model_is_prepared_once(stage: int) -> None:
     assert accelerate.prepare(sharded) is sharded and engine_of(sharded) is engine
 
 
+@cases.at(3)
+def a_call_on_one_rank_only_is_named_within_seconds(stage: int) -> None:
+    watchdog._PATIENCE, watchdog._INTERVAL = 0.5, 0.1
+    accelerate = accelerator(stage)
+    model = accelerate.prepare(models.mlp())
+    path = folder()
+    for call, name in (
+        (lambda: accelerate.save_state(path), "accelerator.save_state()"),
+        (lambda: accelerate.save_model(model, path), "accelerator.save_model()"),
+        (lambda: accelerate.get_state_dict(model), "engine.full_state_dict()"),
+    ):
+        if accelerate.is_main_process:
+            with pytest.raises(
+                RuntimeError, match=rf"rank 0 waits in {re.escape(name)}.*\n.*rank 1 waits in the gather"
+            ):
+                call()
+        accelerate.backward(model(torch.ones(2, 5)).sum())  # and the run goes on
+    accelerate.save_state(path)
+
+
+@cases
+def a_model_in_half_precision_trains(stage: int) -> None:
+    for settings, master in (({"mixed_precision": "bf16"}, torch.float32), ({}, torch.bfloat16)):
+        accelerate = accelerator(stage, **settings)
+        model = models.build("llama").bfloat16()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer, data = accelerate.prepare(model, optimizer, loader("llama", 2))
+        before = whole_state(model)
+        list(steps(accelerate, model, optimizer, data))
+        after = whole_state(model)
+        assert all(value.dtype == master for value in after.values())
+        assert not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
+
+
+@cases
+def generation_ends_at_different_lengths(stage: int) -> None:
+    accelerate = accelerator(stage)
+    model = accelerate.prepare(models.build("gpt2").eval())
+    length = 2 + 3 * dist.get_rank()
+    prompt = models.random_tokens(1, 4 - dist.get_rank(), seed=dist.get_rank())
+    how = {"max_new_tokens": length, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    own = model.generate(prompt, synced_gpus=stage == 3, **how)
+    assert torch.equal(own, models.build("gpt2").eval().generate(prompt, **how))
+
+
+@cases
+def a_script_may_make_two_accelerators(stage: int) -> None:
+    first = accelerator(stage)
+    second = Accelerator(zero_plugin=ZeroPlugin(stage=stage))
+    model, other = first.prepare(models.mlp()), second.prepare(models.mlp())
+    assert engine_of(model) is not engine_of(other) and second.prepare(model) is model
+    first.backward((model(torch.ones(2, 5)) + other(torch.ones(2, 5))).sum())
+    assert first.clip_grad_norm_(chain(model.parameters(), other.parameters()), 1.0) > 0
+
+
 @cases
 def mistakes_are_told_what_to_do(stage: int) -> None:
     accelerate = accelerator(stage)
@@ -380,6 +436,8 @@ def mistakes_are_told_what_to_do(stage: int) -> None:
         optimizer.step()
     with pytest.raises(ValueError, match="belongs to no prepared model"):
         accelerate.clip_grad_norm_(other.parameters(), 1.0)
+    with pytest.raises(ValueError, match="ranks must have the same number of batches"):
+        accelerate.join_uneven_inputs([other])
     with pytest.raises(ValueError, match="argument fsdp_plugin switches on an engine that does what ZeRO does"):
         accelerator(stage, fsdp_plugin=FullyShardedDataParallelPlugin())
 

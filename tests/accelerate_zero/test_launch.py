@@ -153,6 +153,22 @@ def test_the_questionnaire_writes_what_was_answered_and_it_launches(tmp_path: Pa
     launch_with(file, LOOP, tmp_path / "out")
 
 
+def test_accelerates_own_launcher_takes_the_section_from_a_file_of_its_own(tmp_path: Path) -> None:
+    file, script = tmp_path / "zero.yaml", tmp_path / "script.py"
+    file.write_text("zero_config: {version: 1, stage: 2, unit_numel: 5}")
+    script.write_text(
+        "import accelerate_zero, torch\nfrom accelerate import Accelerator\nfrom zero_core import engine_of\n"
+        "model = Accelerator().prepare(torch.nn.Linear(3, 3))\nprint(engine_of(model))\n"
+    )
+    stock = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
+    done = run(*stock, str(script), ACCELERATE_ZERO_CONFIG_FILE=str(file))
+    assert done.returncode == 0 and "ZeroEngine(stage=2, rank=0 of 1" in done.stdout, done.stdout
+    mixed = tmp_path / "mixed.yaml"
+    mixed.write_text("distributed_type: 'NO'\nnum_processes: 1\nzero_config: {version: 1, stage: 2}")
+    refused = run(*stock, "--config_file", str(mixed), str(script))
+    assert refused.returncode != 0 and "unknown keys (['zero_config'])" in refused.stdout
+
+
 def test_a_translated_config_prints_its_table(tmp_path: Path) -> None:
     source, file = tmp_path / "ds_config.json", tmp_path / "zero.yaml"
     source.write_text(json.dumps({"zero_optimization": {"stage": 2, "overlap_comm": True}, "bf16": {"enabled": True}}))

@@ -205,6 +205,30 @@ def adapters_are_trained_and_saved_in_pefts_own_format(stage: int) -> None:
 
 
 @cases.at(3)
+def adapters_under_either_kind_of_checkpointing(stage: int) -> None:
+    for reentrant in (False, True):
+        settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+        model = lora()
+        model.enable_input_require_grads()
+        run = trainer(stage, folder(), model=model, learning_rate=1e-2, **settings)
+        run.train()
+        check_same(run, ddp_with_adapters(), 5e-4)
+
+
+@cases.at(3)
+def weights_alone_are_saved_and_the_best_is_loaded(stage: int) -> None:
+    path = folder()
+    run = trainer(
+        stage, path, save_strategy="steps", eval_strategy="steps", save_steps=2, eval_steps=2, save_only_model=True,
+        load_best_model_at_end=True, metric_for_best_model="eval_loss",
+    )  # fmt: skip
+    run.train()
+    assert not Path(run.state.best_model_checkpoint, "optimizer.pt").exists()
+    best = LlamaForCausalLM.from_pretrained(run.state.best_model_checkpoint).state_dict()
+    assert all(torch.equal(best[name], value) for name, value in weights(run).items())
+
+
+@cases.at(3)
 def trls_sft_trainer_with_adapters(stage: int) -> None:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from tests.helpers import models
 from tests.helpers.cases import Cases, check
 from tests.helpers.twin import OPTIMIZERS, HalfTwin, fingerprint, full_grads
-from zero_core import MixedPrecision, Offload, ZeroConfig, ZeroGradScaler, shard
+from tests.zero_core.test_offload import placements
+from zero_core import MixedPrecision, ZeroConfig, ZeroGradScaler, shard
 
 cases = Cases(__name__)
 outcomes = cases.fixture(2)
@@ -36,14 +37,6 @@ PRECISIONS = {None: torch.float32, "bf16-mixed": torch.bfloat16, "16-mixed": tor
 # A step's backwards: one; two of which the first is inside `no_sync`; two that both end up in shards.
 ACCUMULATIONS = {"one": 1, "no_sync": 2, "two": 2}
 CLIPPINGS = (None, "norm", "value")
-
-
-def placements(stage: int, folder: str) -> list[Offload | str]:
-    """Every placement that a stage allows."""
-    found: list[Offload | str] = ["optimizer", Offload(optimizer="disk", directory=folder)]
-    if stage == 3:
-        found += ["all", Offload(optimizer="disk", params="disk", directory=folder)]
-    return found
 
 
 def micro_batches(step: int, accumulation: str) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -291,13 +292,28 @@ def generation_with_the_same_number_of_forwards(stage: int) -> None:
 
 
 @cases
-def resize_of_embeddings_before_sharding_and_inside_full_params_is_refused_after(stage: int) -> None:
+def embeddings_are_resized_before_sharding_or_between_two(stage: int) -> None:
     model = models.build("llama")
     model.resize_token_embeddings(models.VOCAB + 3)
     pair = Pair(model, stage)
     assert model.get_input_embeddings().weight.shape[0] == models.VOCAB + 3
     pair.backward(models.loss, models.batch("llama", 0))
     pair.check_gradients()
+    pair.engine.close()
+    torch.manual_seed(0)
+    model.resize_token_embeddings(models.VOCAB + 7)
+    again = Pair(model, stage)
+    again.backward(models.loss, models.batch("llama", 1))
+    again.check_gradients()
+
+
+@cases
+def a_parameter_that_is_new_is_an_error_not_a_rank_of_its_own(stage: int) -> None:
+    model = models.build("llama")
+    engine = shard(model, ZeroConfig(stage=stage))
+    with pytest.raises(RuntimeError, match=r"weight' is new.*engine\.close\(\)"):
+        with engine.full_params(writeback=True):
+            model.resize_token_embeddings(models.VOCAB + 3)
 
 
 @cases
