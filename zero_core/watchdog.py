@@ -55,9 +55,16 @@ class Operation:
     def __enter__(self) -> None:
         self.watchdog.waiting = (self, time.monotonic())
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.watchdog.waiting = None
-        self.watchdog.retract(self)
+        try:
+            self.watchdog.retract(self)
+        finally:
+            if isinstance(error, RuntimeError) and error.args and "Connection" in str(error.args[0]):
+                raise RuntimeError(
+                    f"rank {self.watchdog.rank} lost another rank while it waited in {self.what}: that rank ended, or "
+                    "cannot be reached. Its own error says why; look for the first one among all ranks'."
+                ) from error
 
     def finish(self, work: Waitable, timeout: timedelta) -> None:
         """Waits for `work`, looking up now and then.
@@ -91,7 +98,8 @@ class Watchdog:
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self.waiting: tuple[Operation, float] | None = None
         self.verdict: str | None = None
-        self._store, self._rank, self._world_size = store, rank, world_size
+        self.rank = rank
+        self._store, self._world_size = store, world_size
         self._posted: Counter[str] = Counter()
         self._published: Operation | None = None
         self._before: list[str] | None = None
@@ -129,7 +137,7 @@ class Watchdog:
         """Takes the note back that this rank waits for `operation`."""
         if self._published is operation:
             self._published = None
-            self._store.set(str(self._rank), "")
+            self._store.set(str(self.rank), "")
 
     def look(self) -> None:
         """Called now and then: publishes a long wait, and acts when nobody can go on."""
@@ -142,7 +150,7 @@ class Watchdog:
             notes = {"waits": operation.what, "number": operation.number, "posted": self._posted}
             notes["interruptible"] = operation.interruptible
             self._published = operation
-            self._store.set(str(self._rank), json.dumps(notes))
+            self._store.set(str(self.rank), json.dumps(notes))
         if self.waiting is not waiting:  # over in the meantime
             self.retract(operation)
             return
@@ -168,13 +176,13 @@ class Watchdog:
             "order: look for a call that only some ranks make (after `if rank == 0`), or for a way through the model that "
             "only some take."
         )
-        if found[self._rank]["interruptible"]:
+        if found[self.rank]["interruptible"]:
             self.verdict = message
         elif not any(notes["interruptible"] for notes in found):
             # Waiting for a peer's message cannot be interrupted; NCCL's watchdog ends the process, too.
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-            sys.stderr.write(f"zero_core, rank {self._rank}: {message}\nThis rank is at:\n{stack}")
+            sys.stderr.write(f"zero_core, rank {self.rank}: {message}\nThis rank is at:\n{stack}")
             sys.stderr.flush()
             os._exit(1)
 

@@ -144,6 +144,20 @@ def mixed_precision_has_the_bits_of_one_process(stage: int) -> None:
 
 
 @cases
+def clipping_by_value_is_that_of_plain_torch(stage: int) -> None:
+    accelerate = accelerator(stage)
+    plain, model = models.build("llama"), models.build("llama")
+    expected, optimizer = (torch.optim.SGD(net.parameters(), lr=1.0) for net in (plain, model))
+    model, optimizer, data = accelerate.prepare(model, optimizer, loader("llama", 1))
+    clip = lambda: accelerate.clip_grad_value_(model.parameters(), 1e-3)  # noqa: E731
+    list(steps(accelerate, model, optimizer, data, clip=clip))
+    models.loss(plain, models.batch("llama", 0)).backward()
+    nn.utils.clip_grad_value_(plain.parameters(), 1e-3)
+    expected.step()
+    assert largest_difference(whole_state(model).values(), plain.state_dict().values()) < 1e-6
+
+
+@cases
 def a_skipped_step_keeps_the_schedule(stage: int) -> None:
     accelerate = accelerator(stage, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=2.0**4)])
     model = models.mlp()

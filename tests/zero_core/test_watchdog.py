@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -71,6 +72,25 @@ def test_ways_through_the_model_that_part_end_with_both_modules_named(tmp_path: 
     assert "rank 0 waits in the gather of the weights of 'left.weight'" in said
     assert "rank 1 waits in the gather of the weights of 'right.weight'" in said
     assert "in forward" in said  # where in the script
+
+
+def lost() -> str:
+    model = models.mlp()
+    engine = shard(model, ZeroConfig(stage=3))
+    if dist.get_rank() == 1:
+        os._exit(1)
+    with pytest.raises(RuntimeError) as caught:
+        for _ in range(3):
+            model(torch.ones(2, 5)).sum().backward()
+            engine.clip_grad_norm_(1.0)
+    raise KeyError(str(caught.value))
+
+
+def test_a_rank_that_is_gone_is_said_to_be_gone() -> None:
+    with pytest.raises(
+        AssertionError, match="rank 0 lost another rank while it waited in the gather of the weights of"
+    ):
+        run_ranks(2, lost, timeout=60)
 
 
 def slow() -> float:
