@@ -14,8 +14,11 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 
 from accelerate_zero import ZeroPlugin
+from accelerate_zero.migrate import _AUTO as AUTO
 from accelerate_zero.migrate import Row, Translation, translate
-from accelerate_zero.migrate_tables import ACCELERATE, ALIASES, AUTO, DEEPSPEED, FSDP
+from accelerate_zero.migrate.accelerate import ACCELERATE
+from accelerate_zero.migrate.deepspeed import ALIASES, DEEPSPEED
+from accelerate_zero.migrate.fsdp import FSDP
 
 CONFIGS = Path(__file__).parent / "configs"
 ALONE = {  # what a file that says nothing of processes becomes

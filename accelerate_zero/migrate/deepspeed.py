@@ -1,153 +1,27 @@
-"""What becomes of each key of DeepSpeed's, FSDP's and Accelerate's configs; look a key up in its table.
-
-A table's value is the reason why the key is not needed, or a rule that judges the key's value. A name that ends in ".*"
-stands for all keys of a section that have no line of their own.
-"""
+"""What becomes of each key of DeepSpeed's configs; look a key up in `DEEPSPEED`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
-Outcome = Literal["translated", "not needed", "unsupported"]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What becomes of a key, and which settings of ours come of it."""
-
-    outcome: Outcome
-    note: str
-    zero: Mapping[str, Any] = field(default_factory=dict)
-    accelerate: Mapping[str, Any] = field(default_factory=dict)
-
-
-Rule = Callable[["Said", str], Verdict]
-Table = Mapping[str, str | Rule]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A key of the input: as the file spells it, as the tables know it, its value and its table."""
-
-    shown: str
-    key: str
-    value: Any
-    table: Table
-
-
-class Said:
-    """All that the input says; a rule looks up here what it depends on.
-
-    Args:
-        path: the file, for messages.
-        entries: its keys, in order.
-        default_stage: the stage it means where it names none.
-
-    Raises:
-        ValueError: two keys contradict each other. The methods raise it for a value of a wrong kind.
-    """
-
-    def __init__(self, path: Path, entries: Sequence[Entry], default_stage: int) -> None:
-        self.path, self.entries, self.default_stage = path, entries, default_stage
-        self._known: dict[str, Entry] = {}
-        for entry in entries:
-            before = self._known.setdefault(entry.key, entry)
-            if before.value == "auto":
-                self._known[entry.key] = entry
-            elif entry.value not in ("auto", before.value):
-                raise ValueError(
-                    f"{path}: {before.shown} says {before.value!r} and {entry.shown} says {entry.value!r}. Keep one."
-                )
-
-    def value(self, key: str, default: Any = None) -> Any:
-        """The value as it stands."""
-        return self._known[key].value if key in self._known else default
-
-    def shown(self, key: str) -> str:
-        """The key as the file spells it."""
-        return self._known[key].shown if key in self._known else key
-
-    def below(self, section: str) -> dict[str, Any]:
-        """The values of a section, by their names in it."""
-        return {key.removeprefix(section): entry.value for key, entry in self._known.items() if key.startswith(section)}
-
-    def boolean(self, key: str, default: bool = False) -> bool:
-        """True or false; Accelerate reads words, too."""
-        words = {"true": True, "false": False, "none": default, "auto": default}
-        word = str(self.value(key, default)).lower()
-        if word not in words:
-            raise self._wrong(key, "true or false")
-        return words[word]
-
-    def number(self, key: str, default: float = 0, least: float = 0) -> float:
-        """A number from `least` on."""
-        value = self.value(key, default)
-        try:
-            number = float(default if value in (None, "none", "auto") else value)
-        except (TypeError, ValueError):
-            raise self._wrong(key, "a number") from None
-        if isinstance(value, bool) or not least <= number < float("inf"):
-            raise self._wrong(key, f"a number from {least} on")
-        return number
-
-    def whole(self, key: str, default: int = 0, least: int = 0) -> int:
-        """A whole number from `least` on, also one written as 5e8."""
-        number = self.number(key, default, least)
-        if number != int(number):
-            raise self._wrong(key, "a whole number")
-        return int(number)
-
-    def word(self, key: str, words: Sequence[str], default: str) -> str:
-        """One of some words, in their spelling, in whichever case it was written."""
-        value = self.value(key, default)
-        wanted = default.lower() if value in (None, "auto") else str(value).lower()
-        found = [word for word in words if word.lower() == wanted]
-        if not found:
-            raise self._wrong(key, f"one of {', '.join(words)}")
-        return found[0]
-
-    def _wrong(self, key: str, wanted: str) -> ValueError:
-        entry = self._known[key]
-        return ValueError(f"{self.path}: {entry.shown} must be {wanted}, got {entry.value!r}.")
-
-
-# -- makers of verdicts and rules ------------------------------------------------------------------------------------
-
-
-def to(zero: Mapping[str, Any] | None = None, accelerate: Mapping[str, Any] | None = None, why: str = "") -> Verdict:
-    """The key becomes these settings."""
-    zero, accelerate = zero or {}, accelerate or {}
-    named = [f"zero_config.{key}: {value}" for key, value in zero.items()]
-    named += [f"{key}: {value}" for key, value in accelerate.items()]
-    return Verdict("translated", ", ".join(named) + (f"; {why}" if why else "."), zero, accelerate)
-
-
-def unsupported(advice: str, off: tuple[Any, ...] = (None, False, "none", "false")) -> Rule:
-    """A rule for what is not offered; with a value of `off` nothing is lost."""
-
-    def rule(said: Said, key: str) -> Verdict:
-        if said.value(key) in off:
-            return Verdict("not needed", "this value asks for nothing.")
-        return Verdict("unsupported", advice)
-
-    return rule
-
-
-def _keep(said: Said, key: str) -> Verdict:
-    return to(accelerate={key: said.value(key)})
-
-
-def _count(default: int) -> Rule:
-    return lambda said, key: to(accelerate={key: said.whole(key, default, least=-1)})
-
-
-# -- DeepSpeed: stage, offload, prefetch -----------------------------------------------------------------------------
+from accelerate_zero.migrate.rules import (
+    CHECKPOINTING,
+    FP8,
+    GROUPS,
+    PARALLEL,
+    PLAIN,
+    SAVES,
+    SHARDED_INIT,
+    Rule,
+    Said,
+    Table,
+    Verdict,
+    to,
+    unsupported,
+)
 
 _STAGE = "zero_optimization.stage"
-_PLAIN = "ZeRO has no stage 0: stage 1 gives the same results as plain data parallelism, with less memory."
 
 
 def _stage_of(said: Said) -> int:
@@ -158,7 +32,7 @@ def _stage_of(said: Said) -> int:
 
 def _stage(said: Said, key: str) -> Verdict:
     stage = _stage_of(said)
-    return to({"stage": max(stage, 1)}, why=_PLAIN if stage == 0 else "")
+    return to({"stage": max(stage, 1)}, why=PLAIN if stage == 0 else "")
 
 
 def _device(said: Said, what: str) -> str:
@@ -434,7 +308,6 @@ AUTO: Mapping[str, str] = {
     "scheduler.params.warmup_min_lr": '"auto" is 0, where the Trainer\'s schedules start as well.',
     **{f"scheduler.params.{name}": _trainer(argument) for name, argument in _SCHEDULER_ARGUMENTS.items()},
     "zero_optimization.stage3_prefetch_bucket_size": "by default the next unit is gathered ahead.",
-    "fsdp_transformer_layer_cls_to_wrap": "by default the model's own _no_split_modules are the units.",
 }
 """Why "auto" needs no translation, for keys whose value decides otherwise."""
 
@@ -455,21 +328,12 @@ ALIASES: Mapping[str, str] = {
 _UNITS = "gradients are reduced and weights gathered by units (blocks of the model), not by buckets."
 _LIVE = "a unit is let go when it was used; only prefetch_bytes decides how much is live."
 _LOADERS = "the batch size is your DataLoader's, or TrainingArguments(per_device_train_batch_size=...)."
-_SAVES = "saves are whole and plain, always."
 _LOCAL = "it only tunes DeepSpeed's own code."
 _REPORT = "print(engine.report()) shows bytes held and sent; torch.profiler shows times."
 _TRACKER = "use Accelerator(log_with=...) or TrainingArguments(report_to=...)."
 _COMPRESSION = "weights and gradients travel unquantized. Remove it: results become exact, and traffic grows."
-_GROUPS = (
-    "ZeRO shards over all ranks here: less memory, more traffic between machines. zero_core.shard(process_group=...) shards "
-    "within a group, and averages gradients within it only."
-)
-_PARALLEL = "ZeRO here is data parallelism only. Remove it, or stay with the engine that offers it."
-_CHECKPOINTING = "call model.gradient_checkpointing_enable(), or set TrainingArguments(gradient_checkpointing=True)."
 _LAUNCHER = "start `accelerate-zero launch` on each machine with --machine_rank, --num_machines and --main_process_ip."
-_SHARDED_INIT = "build or load the model inside `with accelerate_zero.sharded_init():`."
 _OWN_DATA = "data, layers and compression are not the engine's here. Do it in your own code, or leave it out."
-_FP8 = "fp8 is not offered; bf16 is the nearest."
 
 DEEPSPEED: Table = {
     # the loop
@@ -546,8 +410,8 @@ DEEPSPEED: Table = {
     "zero_optimization.stage3_model_persistence_threshold": "small parameters are gathered with their unit.",
     "zero_optimization.stage3_max_live_parameters": _LIVE,
     "zero_optimization.stage3_max_reuse_distance": _LIVE,
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": _SAVES,
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": _SAVES,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": SAVES,
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": SAVES,
     "zero_optimization.stage3_module_granularity_threshold": _UNITS,
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": _LOCAL,
     "zero_optimization.stage3_allgather_sequential": _LOCAL,
@@ -568,9 +432,9 @@ DEEPSPEED: Table = {
     "zero_optimization.zero_quantized_nontrainable_weights": unsupported(_COMPRESSION),
     "zero_optimization.zero_quantized_gradients": unsupported(_COMPRESSION),
     "zero_optimization.zeropp_loco_param.*": unsupported(_COMPRESSION),
-    "zero_optimization.zero_hpz_partition_size": unsupported(_GROUPS, (None, 0, 1)),
-    "zero_optimization.mics_shard_size": unsupported(_GROUPS, (None, 0, -1)),
-    "zero_optimization.mics_hierarchical_params_gather": unsupported(_GROUPS),
+    "zero_optimization.zero_hpz_partition_size": unsupported(GROUPS, (None, 0, 1)),
+    "zero_optimization.mics_shard_size": unsupported(GROUPS, (None, 0, -1)),
+    "zero_optimization.mics_hierarchical_params_gather": unsupported(GROUPS),
     # what DeepSpeed reports
     "wall_clock_breakdown": unsupported(_REPORT),
     "memory_breakdown": unsupported(_REPORT),
@@ -591,15 +455,15 @@ DEEPSPEED: Table = {
     "datastates_ckpt.*": unsupported("checkpoints are written by Accelerate or the Trainer."),
     "aio.*": "files are memory-mapped; the operating system reads and writes them.",
     # what ZeRO here is not
-    "activation_checkpointing.*": unsupported(_CHECKPOINTING),
+    "activation_checkpointing.*": unsupported(CHECKPOINTING),
     "compile.*": unsupported("set dynamo_config in the file, TrainingArguments(torch_compile=True), or call torch.compile."),
     "graph_harvesting": unsupported("set dynamo_config in the file, or call torch.compile."),
-    "pipeline.*": unsupported(_PARALLEL),
-    "tensor_parallel.*": unsupported(_PARALLEL),
-    "expert_parallel.*": unsupported(_PARALLEL),
-    "moe.*": unsupported(_PARALLEL),
-    "use_data_before_expert_parallelism": unsupported(_PARALLEL),
-    "sequence_parallel_size": unsupported(_PARALLEL, (None, 1)),
+    "pipeline.*": unsupported(PARALLEL),
+    "tensor_parallel.*": unsupported(PARALLEL),
+    "expert_parallel.*": unsupported(PARALLEL),
+    "moe.*": unsupported(PARALLEL),
+    "use_data_before_expert_parallelism": unsupported(PARALLEL),
+    "sequence_parallel_size": unsupported(PARALLEL, (None, 1)),
     "sparse_attention.*": unsupported("attention is the model's. Choose it there (attn_implementation=...)."),
     "hybrid_engine.*": unsupported("generate with the model itself, or in another process."),
     "elasticity.*": unsupported("fix the batch size; checkpoints load at another number of ranks."),
@@ -613,169 +477,14 @@ DEEPSPEED: Table = {
     "eigenvalue.*": unsupported(_OWN_DATA),
     # keys of Accelerate's deepspeed_config that DeepSpeed's own files do not have
     "deepspeed_config_file": lambda said, key: Verdict("translated", "its keys follow, as deepspeed_config_file.*"),
-    "zero3_init_flag": f"nothing has to be switched on; where a whole model does not fit, {_SHARDED_INIT}",
-    "zero3_save_16bit_model": _SAVES,
+    "zero3_init_flag": f"nothing has to be switched on; where a whole model does not fit, {SHARDED_INIT}",
+    "zero3_save_16bit_model": SAVES,
     "deepspeed_multinode_launcher": unsupported(_LAUNCHER, (None, "standard")),
     "deepspeed_hostfile": unsupported(_LAUNCHER),
     "deepspeed_exclusion_filter": unsupported(_LAUNCHER),
     "deepspeed_inclusion_filter": unsupported(_LAUNCHER),
     "deepspeed_moe_layer_cls_names": "a unit is gathered with all in it, whichever of its experts are called.",
-    "enable_msamp": unsupported(_FP8),
-    "msamp_opt_level": unsupported(_FP8),
+    "enable_msamp": unsupported(FP8),
+    "msamp_opt_level": unsupported(FP8),
 }  # fmt: skip
 """DeepSpeed's keys, and those of Accelerate's section deepspeed_config."""
-
-
-# -- FSDP ------------------------------------------------------------------------------------------------------------
-
-_STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 1, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
-_STRATEGY_KEYS = ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")
-_WRAPS = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
-
-
-def _strategy(said: Said) -> tuple[str, str]:
-    """FSDP's strategy by its name, and the key that says it."""
-    second = said.word("fsdp_version", ("1", "2"), "1") == "2"
-    key = _STRATEGY_KEYS[1] if second or said.value(_STRATEGY_KEYS[0]) is None else _STRATEGY_KEYS[0]
-    words = {"true": "FULL_SHARD", "false": "SHARD_GRAD_OP"}
-    if not second:
-        words |= {spelled: name for number, name in enumerate(_STRATEGIES, 1) for spelled in (name, str(number))}
-    return words[said.word(key, tuple(words), "true")], key
-
-
-def _sharding(said: Said, key: str) -> Verdict:
-    name, decisive = _strategy(said)
-    if key != decisive:
-        return Verdict("not needed", f"{decisive} decides.")
-    settings = {"stage": _STRATEGIES[name]}
-    if name.startswith("HYBRID"):
-        return Verdict("unsupported", f"zero_config.stage: {settings['stage']}; {_GROUPS}", settings)
-    notes = {"NO_SHARD": _PLAIN, "SHARD_GRAD_OP": "weights stay whole between steps, too."}
-    return to(settings, why=notes.get(name, ""))
-
-
-def _fsdp_offload(said: Said, key: str) -> Verdict:
-    if not said.boolean(key):
-        return Verdict("not needed", "shards are on the device by default.")
-    sharded = _STRATEGIES[_strategy(said)[0]] == 3
-    why = "" if sharded else "below stage 3 the weights stay whole on the device."
-    return to({"offload": "all" if sharded else "optimizer"}, why=why)
-
-
-def _wrap_policy(said: Said, key: str) -> Verdict:
-    policy = said.word(key, _WRAPS, "NO_WRAP")
-    notes = {
-        "TRANSFORMER_BASED_WRAP": "units are the classes named, or else the model's own _no_split_modules.",
-        "SIZE_BASED_WRAP": "units are the model's blocks; fsdp_min_num_params becomes unit_numel.",
-        "NO_WRAP": "units are found by themselves; the whole model as one would be gathered at once.",
-    }
-    return Verdict("not needed", notes[policy])
-
-
-def _classes(said: Said, key: str) -> Verdict:
-    if said.word("fsdp_auto_wrap_policy", _WRAPS, "NO_WRAP") != _WRAPS[0]:
-        return Verdict("not needed", "only TRANSFORMER_BASED_WRAP reads it.")
-    value = said.value(key) or ""
-    names = [name.strip() for name in (value if isinstance(value, list) else str(value).split(","))]
-    classes = [name for name in names if name]
-    if not classes:
-        return Verdict("not needed", AUTO["fsdp_transformer_layer_cls_to_wrap"])
-    return to({"unit_classes": classes})
-
-
-def _min_params(said: Said, key: str) -> Verdict:
-    if said.word("fsdp_auto_wrap_policy", _WRAPS, "NO_WRAP") != _WRAPS[1]:
-        return Verdict("not needed", "only SIZE_BASED_WRAP reads it.")
-    return to({"unit_numel": max(said.whole(key), 1)}, why="for what no repeated block covers.")
-
-
-FSDP: Table = {
-    "fsdp_version": lambda said, key: Verdict(
-        "not needed", f"ZeRO takes the place of FSDP{said.word(key, ('1', '2'), '1')}."
-    ),
-    "fsdp_sharding_strategy": _sharding,
-    "fsdp_reshard_after_forward": _sharding,
-    "fsdp_offload_params": _fsdp_offload,
-    "fsdp_auto_wrap_policy": _wrap_policy,
-    "fsdp_transformer_layer_cls_to_wrap": _classes,
-    "fsdp_min_num_params": _min_params,
-    "fsdp_backward_prefetch": "at stage 3 the next unit is gathered ahead, in forward and backward.",
-    "fsdp_backward_prefetch_policy": "at stage 3 the next unit is gathered ahead, in forward and backward.",
-    "fsdp_forward_prefetch": "at stage 3 the next unit is gathered ahead, in forward and backward.",
-    "fsdp_limit_all_gathers": "prefetch_bytes bounds what is gathered ahead.",
-    "fsdp_state_dict_type": _SAVES,
-    "fsdp_sync_module_states": "all ranks start from rank 0's weights, always.",
-    "fsdp_use_orig_params": "parameters keep their identity, name and shape, always.",
-    "fsdp_cpu_ram_efficient_loading": f"where the host's memory does not hold a model for each rank, {_SHARDED_INIT}",
-    "fsdp_activation_checkpointing": unsupported(_CHECKPOINTING),
-    "fsdp_activation_checkpointing_offload": unsupported("use torch.autograd.graph.save_on_cpu(pin_memory=True)."),
-    "fsdp_ignored_modules": unsupported("all modules are sharded. Keep such a module outside the model you prepare."),
-    "fsdp_mixed_precision_policy": unsupported(
-        "in code: ZeroPlugin(precision=MixedPrecision(param=..., reduce=..., buffers=...))."
-    ),
-    "fsdp_mixed_precision_policy.*": unsupported(
-        "in code: ZeroPlugin(precision=MixedPrecision(param=..., reduce=..., buffers=...))."
-    ),
-    "fsdp_param_init_fn": "modules on the meta device are initialised by their own reset_parameters or _init_weights.",
-}
-"""Keys of Accelerate's section fsdp_config."""
-
-
-# -- Accelerate ------------------------------------------------------------------------------------------------------
-
-
-def distributed_type(said: Said) -> str:
-    """Accelerate's word for the same processes without an engine of its own."""
-    if said.whole("num_processes", -1, least=-1) == 1 and said.whole("num_machines", 1) == 1:
-        return "NO"
-    return "MULTI_CPU" if said.boolean("use_cpu") else "MULTI_GPU"
-
-
-def _mixed_precision(said: Said, key: str) -> Verdict:
-    # YAML reads an unquoted no as false.
-    words = {"no": "no", "false": "no", "none": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
-    value = words[said.word(key, tuple(words), "no")]
-    decisive = [name for name in ("bf16.enabled", "fp16.enabled") if said.value(name) is True]
-    if value == "no" and decisive:
-        return Verdict("not needed", f"{decisive[0]} decides.")
-    if value == "fp8":
-        return Verdict("unsupported", f"mixed_precision: bf16; {_FP8}", accelerate={key: "bf16"})
-    return to(accelerate={key: value})
-
-
-def _on_this_machine(said: Said, key: str) -> Verdict:
-    if said.value(key) == "LOCAL_MACHINE":
-        return _keep(said, key)
-    return Verdict("unsupported", "compute_environment: LOCAL_MACHINE; SageMaker has its own launcher.")
-
-
-def _old_fp16(said: Said, key: str) -> Verdict:
-    if not said.boolean(key):
-        return Verdict("not needed", "mixed_precision decides.")
-    return to(accelerate={"mixed_precision": "fp16"})
-
-
-_KEPT = ("gpu_ids", "main_process_ip", "main_process_port", "rdzv_backend", "same_network", "main_training_function",
-         "enable_cpu_affinity", "debug", "downcast_bf16", "mpirun_config", "mpirun_config.*", "dynamo_config",
-         "dynamo_config.*", "dynamo_backend", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "command_file",
-         "commands", "tpu_vm", "tpu_env")  # fmt: skip
-
-ACCELERATE: Table = {
-    **dict.fromkeys(_KEPT, _keep),
-    "compute_environment": _on_this_machine,
-    "distributed_type": lambda said, key: to(accelerate={key: distributed_type(said)}),
-    "num_processes": _count(-1),
-    "num_machines": _count(1),
-    "machine_rank": _count(0),
-    "use_cpu": lambda said, key: to(accelerate={key: said.boolean(key)}),
-    "mixed_precision": _mixed_precision,
-    "fp16": _old_fp16,
-    "deepspeed_config": "empty.",
-    "fsdp_config": "empty.",
-    "megatron_lm_config.*": unsupported(_PARALLEL),
-    "fp8_config.*": unsupported(_FP8),
-    "parallelism_config.parallelism_config_dp_shard_size": "all ranks are shards.",
-    "parallelism_config.parallelism_config_dp_replicate_size": unsupported(_GROUPS, (None, 1)),
-    "parallelism_config.*": unsupported(_PARALLEL, (None, 1)),
-}
-"""Accelerate's top-level keys."""

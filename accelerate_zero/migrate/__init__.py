@@ -1,6 +1,7 @@
 """Translates configs of other engines into ours: DeepSpeed's, and Accelerate's with DeepSpeed or FSDP.
 
-Pure functions: a file in, a `Translation` out. What becomes of each key is in the tables of `migrate_tables.py`.
+Pure functions: a file in, a `Translation` out. What becomes of each key is in the tables of `deepspeed.py`,
+`fsdp.py` and `accelerate.py`.
 """
 
 from __future__ import annotations
@@ -14,22 +15,11 @@ from typing import Any
 
 import yaml
 
-from accelerate_zero.migrate_tables import (
-    ACCELERATE,
-    ALIASES,
-    AUTO,
-    DECIDED,
-    DEEPSPEED,
-    FSDP,
-    Entry,
-    Outcome,
-    Rule,
-    Said,
-    Table,
-    Verdict,
-    distributed_type,
-    unsupported,
-)
+from accelerate_zero.migrate import deepspeed, fsdp
+from accelerate_zero.migrate.accelerate import ACCELERATE, distributed_type
+from accelerate_zero.migrate.deepspeed import ALIASES, DECIDED, DEEPSPEED
+from accelerate_zero.migrate.fsdp import FSDP
+from accelerate_zero.migrate.rules import Entry, Outcome, Rule, Said, Table, Verdict, unsupported
 from accelerate_zero.plugin import FIELDS, SECTION, SECTION_VERSION
 from zero_core import ZeroConfig
 
@@ -44,6 +34,7 @@ _DEFAULTS = {
     "machine_rank": 0,
     "use_cpu": False,
 }
+_AUTO = {**deepspeed.AUTO, **fsdp.AUTO}
 _UNKNOWN = unsupported("unknown here, so it was not taken over. If it matters, set it in code.")
 
 
@@ -201,7 +192,7 @@ def _judge(said: Said, entry: Entry) -> Verdict:
     if rule is _UNKNOWN:
         return _unknown(said, entry)
     if entry.value == "auto" and entry.key not in DECIDED:
-        return Verdict("not needed", AUTO.get(entry.key, "left open here as well: the default holds."))
+        return Verdict("not needed", _AUTO.get(entry.key, "left open here as well: the default holds."))
     verdict = rule(said, entry.key)
     section = entry.key.rpartition(".")[0]
     off = said.value(f"{section}.enabled") is False or (section == "fp16" and said.value("bf16.enabled") is True)
