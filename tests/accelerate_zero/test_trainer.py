@@ -17,6 +17,7 @@ from transformers import LlamaForCausalLM, Seq2SeqTrainingArguments
 from accelerate_zero import ZeroPlugin, ZeroTrainerMixin, sharded_init
 from tests.helpers import models
 from tests.helpers.cases import Cases, check
+from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Rows, ZeroSeq2SeqTrainer, arguments, losses, trainer
 from zero_core import deferred, engine_of
 
@@ -228,52 +229,6 @@ def weights_alone_are_saved_and_the_best_is_loaded(stage: int) -> None:
     assert all(torch.equal(best[name], value) for name, value in weights(run).items())
 
 
-@cases.at(3)
-def trls_sft_trainer_with_adapters(stage: int) -> None:
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    class ZeroSFTTrainer(ZeroTrainerMixin, SFTTrainer):
-        pass
-
-    path = folder()
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.0)
-    rows = Dataset.from_dict({"input_ids": models.random_tokens(32, 9).tolist()})
-
-    def make(kind: Any, place: str, **own: Any) -> Any:
-        args = arguments(
-            place, SFTConfig, learning_rate=1e-2, save_strategy="steps", save_steps=4, max_length=9, bf16=False
-        )
-        torch.manual_seed(0)
-        return kind(
-            model=models.build("llama"),
-            args=args,
-            train_dataset=rows,
-            processing_class=tokenizer(),
-            peft_config=config,
-            **own,
-        )
-
-    run = make(ZeroSFTTrainer, path, zero_plugin=ZeroPlugin(stage=stage, unit_numel=3000))
-    expected = make(SFTTrainer, folder())
-    run.train()
-    expected.train()
-    check_same(run, outcome(expected), 5e-4)
-    dist.barrier()
-    loaded = PeftModel.from_pretrained(models.build("llama"), f"{path}/checkpoint-4").state_dict()
-    assert all(torch.equal(loaded[name], value) for name, value in weights(run).items())
-
-
-def tokenizer() -> Any:
-    """One word a token, made here: nothing is fetched."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{i}": i for i in range(models.VOCAB)}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")), pad_token="w0", eos_token="w1")
-
-
 @cases
 def pretrained_weights_are_read_where_they_are_needed(stage: int) -> None:
     """Under `sharded_init` nobody reads a whole model, not before training and not for it."""
@@ -307,3 +262,48 @@ def embeddings_resized_before_training_are_saved(stage: int) -> None:
 @cases.parametrize()
 def test_the_trainer_is_transformers(case: tuple[str, int], outcomes: Any) -> None:
     check(outcomes, case)
+
+
+def tokenizer() -> Any:
+    """One word a token, made here: nothing is fetched."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(models.VOCAB)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")), pad_token="w0", eos_token="w1")
+
+
+def sft(path: str) -> list[float]:
+    """Fine-tunes adapters with TRL: sharded on several ranks, TRL's own Trainer on one."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    class ZeroSFTTrainer(ZeroTrainerMixin, SFTTrainer):
+        pass
+
+    alone = dist.get_world_size() == 1
+    args = arguments(
+        path, SFTConfig, learning_rate=1e-2, save_strategy="steps", save_steps=4, max_length=9, bf16=False,
+        per_device_train_batch_size=8 // dist.get_world_size(),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    run = (SFTTrainer if alone else ZeroSFTTrainer)(
+        model=models.build("llama"),
+        args=args,
+        train_dataset=Dataset.from_dict({"input_ids": models.random_tokens(32, 9).tolist()}),
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.0),
+        **({} if alone else {"zero_plugin": ZeroPlugin(stage=3, unit_numel=3000)}),
+    )
+    run.train()
+    dist.barrier()
+    loaded = PeftModel.from_pretrained(models.build("llama"), f"{path}/checkpoint-4").state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in weights(run).items())
+    return losses(run)
+
+
+def test_trls_sft_trainer_has_the_losses_of_one_process(tmp_path: Path) -> None:
+    alone = run_ranks(1, sft, str(tmp_path / "alone"))[0]
+    together = run_ranks(2, sft, str(tmp_path / "together"))[0]
+    assert together == pytest.approx(alone, rel=1e-5) and len(alone) == 4
