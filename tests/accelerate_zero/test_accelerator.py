@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from transformers import GPT2LMHeadModel
 from accelerate_zero import Accelerator, ZeroOptimizer, ZeroPlugin
 from tests.helpers import models
 from tests.helpers.accelerating import accelerator, loader, steps
-from tests.helpers.cases import Cases, check
+from tests.helpers.cases import Cases, check, folder
 from tests.helpers.lightning import make_optimizer
 from tests.helpers.twin import HalfTwin, largest_difference
 from zero_core import ZeroConfig, engine_of, shard, watchdog
@@ -29,13 +28,6 @@ cases = Cases(__name__)
 outcomes = cases.fixture(2, timeout=200)
 
 STEPS = 4
-
-
-def folder() -> str:
-    """A directory all ranks see."""
-    made = [tempfile.mkdtemp(prefix="zero-accelerate-") if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(made)
-    return str(made[0])
 
 
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,20 +15,13 @@ from transformers import LlamaForCausalLM, Seq2SeqTrainingArguments
 
 from accelerate_zero import ZeroPlugin, ZeroTrainerMixin, sharded_init
 from tests.helpers import models
-from tests.helpers.cases import Cases, check
+from tests.helpers.cases import Cases, check, folder
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Rows, ZeroSeq2SeqTrainer, arguments, losses, trainer
 from zero_core import deferred, engine_of
 
 cases = Cases(__name__)
 outcomes = cases.fixture(2, timeout=280)
-
-
-def folder() -> str:
-    """A directory all ranks see."""
-    made = [tempfile.mkdtemp(prefix="zero-trainer-") if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(made)
-    return str(made[0])
 
 
 def weights(run: Any) -> dict[str, torch.Tensor]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import tempfile
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -59,6 +61,13 @@ class Cases:
     def parametrize(self) -> Any:
         """A mark that makes one test of each case and stage; it stands below the cases."""
         return pytest.mark.parametrize("case", self.ids, ids=[f"{name}-zero{stage}" for name, stage in self.ids])
+
+
+def folder() -> str:
+    """An empty directory that all ranks see and that goes with them. All ranks."""
+    made = [tempfile.mkdtemp(dir=os.environ["TEST_RANKS_FOLDER"]) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(made)
+    return str(made[0])
 
 
 def check(outcomes: list[dict[tuple[str, int], str | None]], case: tuple[str, int]) -> None:

@@ -22,7 +22,7 @@ from transformers import LlamaForCausalLM
 
 import lightning_zero
 from tests.helpers import models
-from tests.helpers.cases import Cases, check
+from tests.helpers.cases import Cases, check, folder
 from tests.helpers.lightning import Module, loader, make_optimizer, trainer
 from tests.helpers.twin import HalfTwin, largest_difference, mean_over_ranks
 from zero_core import MixedPrecision, Offload, PartitionedParameterError, ZeroStage, deferred
@@ -69,13 +69,6 @@ def check_weights(module: nn.Module, state: dict[str, Tensor], tolerance: float 
     assert own.keys() == state.keys()
     error = largest_difference((v.float() for v in own.values()), (state[name].float() for name in own))
     assert error < tolerance, error
-
-
-def folder() -> str:
-    """A directory all ranks see."""
-    made = [tempfile.mkdtemp(prefix="zero-lightning-") if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(made)
-    return str(made[0])
 
 
 @cases

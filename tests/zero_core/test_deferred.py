@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +19,7 @@ from transformers import (
 )
 
 from tests.helpers import models
-from tests.helpers.cases import Cases, check
+from tests.helpers.cases import Cases, check, folder
 from tests.helpers.twin import Pair
 from zero_core import ZeroConfig, deferred, deferred_loading, shard
 
@@ -30,12 +29,11 @@ outcomes = cases.fixture(2, 3)
 
 def saved(family: str, **how: Any) -> str:
     """A folder of a model's files that all ranks see."""
-    made = [None]
+    path = folder()
     if dist.get_rank() == 0:
-        made = [tempfile.mkdtemp(prefix="zero-deferred-")]
-        models.build(family).save_pretrained(made[0], **how)
-    dist.broadcast_object_list(made)
-    return str(made[0])
+        models.build(family).save_pretrained(path, **how)
+    dist.barrier()
+    return path
 
 
 class Counted:
@@ -109,24 +107,21 @@ def training_is_that_of_a_model_in_memory(stage: int) -> None:
 @cases
 def precision_and_offload_are_as_ever(stage: int) -> None:
     path = saved("llama")
-    with tempfile.TemporaryDirectory():
-        for config in (
-            {"precision": "bf16-mixed"},
-            {"offload": "optimizer"},
-            {"precision": "bf16-mixed", "offload": "optimizer"},
-        ):
-            with deferred_loading():
-                model = LlamaForCausalLM.from_pretrained(path)
-            engine = shard(model, ZeroConfig(stage=stage, unit_numel=3000, **config))
-            expected = models.build("llama").state_dict()
-            assert all(torch.equal(expected[k], v) for k, v in engine.full_state_dict(all_ranks=True).items())
+    for config in (
+        {"precision": "bf16-mixed"},
+        {"offload": "optimizer"},
+        {"precision": "bf16-mixed", "offload": "optimizer"},
+    ):
         with deferred_loading():
-            half = LlamaForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-        assert half.lm_head.weight.dtype == torch.bfloat16
-        engine = shard(half, ZeroConfig(stage=stage))
-        assert torch.equal(
-            engine.full_state_dict(all_ranks=True)["lm_head.weight"], expected["lm_head.weight"].bfloat16()
-        )
+            model = LlamaForCausalLM.from_pretrained(path)
+        engine = shard(model, ZeroConfig(stage=stage, unit_numel=3000, **config))
+        expected = models.build("llama").state_dict()
+        assert all(torch.equal(expected[k], v) for k, v in engine.full_state_dict(all_ranks=True).items())
+    with deferred_loading():
+        half = LlamaForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    assert half.lm_head.weight.dtype == torch.bfloat16
+    engine = shard(half, ZeroConfig(stage=stage))
+    assert torch.equal(engine.full_state_dict(all_ranks=True)["lm_head.weight"], expected["lm_head.weight"].bfloat16())
 
 
 @cases
