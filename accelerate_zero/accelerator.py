@@ -54,7 +54,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def __init__(self, *args: Any, zero_plugin: ZeroPlugin | None = None, **kwargs: Any) -> None:
         self.zero_plugin = zero_plugin or ZeroPlugin()
         self._unbound: list[Optimizer] = []  # prepared before their models
-        self._gathered: dict[int, Any] = {}  # states that `save_state` has gathered, while it writes them
+        self._gathered: dict[int, Any] = {}  # models' states that `save_state` has gathered, while it writes them
         if not PartialState._shared_state and not torch.accelerator.is_available():
             kwargs.setdefault("cpu", True)  # or Accelerate would not join processes that have no other device
         _refuse_other_engines(kwargs)
@@ -69,16 +69,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     # -- prepare ---------------------------------------------------------------------------------------------------
 
-    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Shards models, binds optimizers, splits loaders over ranks; see `accelerate.Accelerator.prepare`. All ranks.
-
-        Raises:
-            ValueError: a model that another engine or wrapper holds already.
-        """
-        result = super().prepare(*args, device_placement=device_placement)
-        self._bind()
-        return result
-
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
@@ -88,6 +78,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             model: the model.
             device_placement: `False` leaves it on the device it is on.
             evaluation_mode: makes no difference: weights may be larger than a device in evaluation as well.
+
+        Raises:
+            ValueError: another wrapper holds the model already, or it is spread over devices.
         """
         engine = engine_of(model)
         if model not in self._models:
@@ -122,7 +115,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _bind(self) -> None:
         waiting = []
         for optimizer in self._unbound:
-            engine = _engine_of_any(param for group in optimizer.param_groups for param in group["params"])
+            engine = engine_of(optimizer)
             if engine is None:
                 waiting.append(optimizer)
             else:
@@ -136,10 +129,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if plugin.use_regional_compilation:
             return compile_regions(model, **plugin.to_kwargs())  # type: ignore[no-any-return]
         return torch.compile(model, **plugin.to_kwargs())  # type: ignore[return-value]
-
-    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """The model itself, without what `torch.compile` put around it."""
-        return super().unwrap_model(model, *args, **kwargs)  # type: ignore[no-any-return]
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """Lets go of what was prepared; see `accelerate.Accelerator.free_memory`. Models stay sharded while they live."""
@@ -277,13 +266,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     @contextmanager
     def _gathering(self, objects: list[Any]) -> Iterator[None]:
         # Before anything is written: a rank that fails to write would miss in the gathers of the others.
-        for item in objects:
-            self._gathered[id(item)] = item.state_dict() if isinstance(item, Optimizer) else self.get_state_dict(item)
         try:
             with ExitStack() as stack:
                 for item in objects:
                     if isinstance(item, ZeroOptimizer):
-                        stack.enter_context(item.showing_state(self._gathered[id(item)]))
+                        stack.enter_context(item.holding_state())
+                    else:
+                        self._gathered[id(item)] = self.get_state_dict(item)
                 yield
         finally:
             self._gathered = {}
@@ -341,10 +330,6 @@ def _check_keys(model: nn.Module, result: Any, state: Mapping[str, Tensor], file
             f"{file} is not of this {type(model).__name__}: missing {missing or 'nothing'}, unexpected "
             f"{list(result.unexpected_keys) or 'nothing'}."
         )
-
-
-def _engine_of_any(params: Iterable[nn.Parameter]) -> ZeroEngine | None:
-    return next((engine for param in params if (engine := engine_of(param)) is not None), None)
 
 
 def _norm_of_norms(norms: list[Tensor], norm_type: float, device: torch.device) -> Tensor:

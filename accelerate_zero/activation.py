@@ -22,10 +22,8 @@ from accelerate_zero.plugin import VARIABLE_PREFIX
 from zero_core import engine_of
 
 _STOCK = accelerate.Accelerator
-_AROUND_TRAINER = (
-    "_build_accelerator_args", "create_accelerator_and_postprocess", "_move_model_to_device", "_save",
-    "_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_best_model", "prediction_step",
-)  # fmt: skip
+# What the mixin overrides: each has a function of its name around Trainer's own.
+_AROUND_TRAINER = tuple(name for name in vars(trainer.ZeroTrainerMixin) if not name.startswith("__"))
 # What was there before, to put back: (object, name, value).
 _changed: list[tuple[Any, str, Any]] = []
 

@@ -61,7 +61,8 @@ def _settings(args: argparse.Namespace, stack: ExitStack) -> dict[str, str]:
     path = args.config_file or (str(DEFAULT_FILE) if DEFAULT_FILE.is_file() else None)
     options = {VARIABLE_PREFIX + name.upper(): text for name, text in map(_pair, args.zero)}
     variables = dict(options)
-    whole = {} if path is None else read_config(path)
+    read = path or default_config_file  # which Accelerate reads by itself, if it is there
+    whole = read_config(read) if path is not None or os.path.isfile(read) else {}
     if path is not None and (SECTION in whole or not options):
         from_file = ZeroPlugin.from_file(path).variables()
         variables = {CONFIG_FILE_VARIABLE: os.path.abspath(path), **from_file, **options}
@@ -70,7 +71,8 @@ def _settings(args: argparse.Namespace, stack: ExitStack) -> dict[str, str]:
         file.flush()
         args.config_file = file.name
     with patch_environment(**variables):
-        ZeroPlugin().config(_mixed_precision(args))  # what makes no sense is said here, once, and not by every process
+        # What makes no sense is said here, once, and not by every process.
+        ZeroPlugin().config(args.mixed_precision or str(whole.get("mixed_precision") or "no"))
     return variables or {VARIABLE_PREFIX + "STAGE": "3"}
 
 
@@ -81,15 +83,6 @@ def _pair(text: str) -> tuple[str, str]:
             f"--zero expects KEY=VALUE, as in stage=3, with one of the keys {', '.join(FIELDS)}; got {text!r}."
         )
     return key, value
-
-
-def _mixed_precision(args: argparse.Namespace) -> str:
-    if args.mixed_precision:
-        return str(args.mixed_precision)
-    file = args.config_file or (default_config_file if os.path.isfile(default_config_file) else None)
-    if file is None:
-        return "no"
-    return str(yaml.safe_load(Path(file).read_text(encoding="utf-8")).get("mixed_precision") or "no")
 
 
 def _start(args: argparse.Namespace, stack: ExitStack) -> None:

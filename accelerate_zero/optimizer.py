@@ -33,13 +33,13 @@ class ZeroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         Raises:
             RuntimeError: the model is not prepared.
         """
-        for param in (param for group in self.optimizer.param_groups for param in group["params"]):
-            if (engine := engine_of(param)) is not None:
-                return engine
-        raise RuntimeError(
-            f"this {type(self.optimizer).__name__} was prepared, but the model whose parameters it has was not: pass the "
-            "model to accelerator.prepare(), too."
-        )
+        engine = engine_of(self.optimizer)
+        if engine is None:
+            raise RuntimeError(
+                f"this {type(self.optimizer).__name__} was prepared, but the model whose parameters it has was not: pass "
+                "the model to accelerator.prepare(), too."
+            )
+        return engine
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Steps, unless more micro-batches are to come. All ranks."""
@@ -65,9 +65,9 @@ class ZeroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self.engine.load_full_optimizer_state_dict(self.optimizer, state_dict)
 
     @contextmanager
-    def showing_state(self, state: dict[str, Any]) -> Iterator[None]:
-        """Inside, `state_dict` returns `state` and sends nothing."""
-        self._state_shown = state
+    def holding_state(self) -> Iterator[None]:
+        """Gathers the whole state (all ranks); inside, `state_dict` returns it and sends nothing."""
+        self._state_shown = self.state_dict()
         try:
             yield
         finally:

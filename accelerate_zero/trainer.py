@@ -95,8 +95,8 @@ def _save_optimizer_and_scheduler(stock: Stock, trainer: Any, output_dir: str) -
     if not isinstance(optimizer, ZeroOptimizer):
         stock(output_dir)
         return
-    state = optimizer.state_dict()  # on all ranks, while the Trainer asks on the one that writes
-    with optimizer.showing_state(state), raising_together():
+    # Gathered on all ranks here: the Trainer asks for it on the one that writes.
+    with optimizer.holding_state(), raising_together():
         stock(output_dir)
 
 

@@ -88,14 +88,15 @@ def shard(
     return ZeroEngine(model, config, list(built.values()), runtime, collectives)
 
 
-def engine_of(model: nn.Module | nn.Parameter) -> ZeroEngine | None:
-    """The engine of a sharded model, or of one of its parameters; `None` where there is none."""
-    params = [model] if isinstance(model, nn.Parameter) else model.parameters()
-    for param in params:
-        owner = placeholder.owner_of(param)
-        engine = owner.engine if isinstance(owner, Runtime) else None
-        return engine if isinstance(engine, ZeroEngine) else None
-    return None
+def engine_of(item: nn.Module | nn.Parameter | Optimizer) -> ZeroEngine | None:
+    """The engine of a sharded model, of one of its parameters or of an optimizer over them; `None` where there is none."""
+    if isinstance(item, Optimizer):
+        params = (param for group in item.param_groups for param in group["params"])
+        return next((found for param in params if (found := engine_of(param)) is not None), None)
+    param = item if isinstance(item, nn.Parameter) else next(item.parameters(), None)
+    owner = None if param is None else placeholder.owner_of(param)
+    engine = owner.engine if isinstance(owner, Runtime) else None
+    return engine if isinstance(engine, ZeroEngine) else None
 
 
 class ZeroEngine:

@@ -92,10 +92,10 @@ class ZeroGradScaler(ShardedGradScaler):
 
 
 def _engine_of(optimizer: Optimizer) -> ZeroEngine:
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        if (engine := engine_of(param)) is not None:
-            return engine
-    raise RuntimeError(f"this {type(optimizer).__name__} is not bound to an engine; call engine.bind(optimizer).")
+    engine = engine_of(optimizer)
+    if engine is None:
+        raise RuntimeError(f"this {type(optimizer).__name__} is not bound to an engine; call engine.bind(optimizer).")
+    return engine
 
 
 def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
