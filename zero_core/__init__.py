@@ -1,14 +1,17 @@
 """ZeRO (Rajbhandari et al., SC 2020) for plain PyTorch: partition optimizer state, gradients and parameters."""
 
+from zero_core.checkpoint import Loaded, async_save_checkpoint, load_checkpoint, save_checkpoint, verify_checkpoint
 from zero_core.config import MixedPrecision, Offload, ZeroConfig, ZeroStage
 from zero_core.engine import ZeroEngine, engine_of, shard
-from zero_core.errors import PartitionedParameterError, UnsupportedOptimizerError
+from zero_core.errors import CheckpointError, PartitionedParameterError, UnsupportedOptimizerError
 from zero_core.memory import Held, Report, Sent
 from zero_core.pretrained import deferred_loading
 from zero_core.scaler import ZeroGradScaler
 
 __all__ = [
+    "CheckpointError",
     "Held",
+    "Loaded",
     "MixedPrecision",
     "Offload",
     "PartitionedParameterError",
@@ -19,7 +22,11 @@ __all__ = [
     "ZeroEngine",
     "ZeroGradScaler",
     "ZeroStage",
+    "async_save_checkpoint",
     "deferred_loading",
     "engine_of",
+    "load_checkpoint",
+    "save_checkpoint",
     "shard",
+    "verify_checkpoint",
 ]

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -116,14 +117,17 @@ class _Groups:
     def __init__(self, like: dist.ProcessGroup, device: torch.device) -> None:
         self._engines = 0
         ranks = dist.get_process_group_ranks(like)
-        whole_world = len(ranks) == dist.get_world_size()
+        self._members, self._local = ranks, len(ranks) != dist.get_world_size()
         self.timeout: timedelta = like._get_backend(device).options._timeout
-        self.gather, self.reduce, self.control = (
-            _new_group(ranks, self.timeout, use_local_synchronization=not whole_world) for _ in range(3)
-        )
+        self.gather, self.reduce, self.control = (_new_group(ranks, self.timeout, self._local) for _ in range(3))
         looked_after = len(ranks) > 1 and _backend_for(like, device) == "gloo"
         store = _store(f"zero_core/{like.group_name}/{device.type}") if looked_after else None
         self.watchdog = Watchdog(store, dist.get_rank(like), len(ranks))
+
+    @cached_property
+    def checkpoint(self) -> dist.ProcessGroup:
+        """The ranks on gloo, for checkpoints: they are written beside training, and their plans are objects on the CPU."""
+        return _new_group(self._members, self.timeout, self._local, backend="gloo")
 
     @classmethod
     def over(cls, like: dist.ProcessGroup, device: torch.device) -> _Groups:
@@ -164,12 +168,18 @@ class Collectives:
         groups = _Groups.over(group, device)
         self._gather_group, self._reduce_group, self._control_group = groups.gather, groups.reduce, groups.control
         self._watchdog, self._timeout = groups.watchdog, groups.timeout
+        self._groups = groups
         self.first_tag = groups.next_first_tag()
 
     @property
     def exchanges_slices(self) -> bool:
         """Whether ranks send slices point to point (gloo) instead of calling the backend's collectives."""
         return self.backend == "gloo"
+
+    @property
+    def checkpoint_group(self) -> dist.ProcessGroup:
+        """The same ranks on gloo, made at the first use. All ranks."""
+        return self._groups.checkpoint
 
     def all_gather(self, layout: FlatLayout, flat: Tensor, tag: int, label: str) -> Pending:
         """Fills `flat`: every rank's shard is already in its place on that rank and goes to all others.
@@ -422,8 +432,8 @@ def _store(prefix: str) -> Any:
     return c10d.PrefixStore(prefix, c10d._get_default_store().clone())
 
 
-def _new_group(ranks: list[int], timeout: timedelta, use_local_synchronization: bool) -> dist.ProcessGroup:
-    group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=use_local_synchronization)
+def _new_group(ranks: list[int], timeout: timedelta, local: bool, backend: str | None = None) -> dist.ProcessGroup:
+    group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=local, backend=backend)
     if not isinstance(group, dist.ProcessGroup):
         raise AssertionError("this rank is not in the group it asked for")
     return group

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from zero_core import clipping, memory, placeholder, state_dict, units
+from zero_core import clipping, memory, placeholder, sharded_state, state_dict, units
 from zero_core.collectives import Collectives, Traffic
 from zero_core.config import ZeroConfig
 from zero_core.deferred import source_of
@@ -24,6 +24,7 @@ from zero_core.optimizer import BoundOptimizer
 from zero_core.precision import dtypes_of, is_uniform
 from zero_core.reducer import Reducer
 from zero_core.runtime import Runtime
+from zero_core.sharded_state import ModelState, OptimizerLoad, OptimizerState
 from zero_core.unit import Unit
 
 
@@ -419,6 +420,34 @@ class ZeroEngine:
             ValueError: its groups do not fit.
         """
         state_dict.load_full_optimizer_state(self._binding(optimizer), self._runtime, state)
+
+    # -- for checkpoints -------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_group(self) -> dist.ProcessGroup:
+        """The same ranks, on gloo, for the traffic of checkpoints alone, which may go on beside training. All ranks."""
+        return self._collectives.checkpoint_group
+
+    def model_state(self) -> ModelState:
+        """The model's state by name, of which this rank has a part. Sends nothing."""
+        return sharded_state.model_state(self.model, self._runtime)
+
+    def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
+        """A bound optimizer's state by name, of which this rank has a part. Sends nothing."""
+        return sharded_state.optimizer_state(self._binding(optimizer), self._runtime)
+
+    def optimizer_load(self, optimizer: Optimizer) -> OptimizerLoad:
+        """Room for a bound optimizer's state. Sends nothing."""
+        return OptimizerLoad(self._binding(optimizer), self._runtime)
+
+    @contextmanager
+    def overwriting(self) -> Iterator[None]:
+        """A context for writing into masters (the tensors of `model_state`); afterwards all ranks know them. All ranks."""
+        if not self.config.zero_stage.shards_parameters:
+            for unit in self._units:
+                unit.gather()  # what is still sent must not change
+        yield
+        self._runtime.publish(self._units)
 
     # -- forward, reports ----------------------------------------------------------------------------------------
 

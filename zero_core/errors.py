@@ -24,3 +24,7 @@ class PartitionedParameterError(RuntimeError):
 
 class UnsupportedOptimizerError(ValueError):
     """The optimizer's update of one element depends on other elements, so flat shards would change it."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is incomplete, damaged, or not what was asked for; says which file or which tensors."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -137,3 +138,66 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     and its parameter's line up element by element.
     """
     return tuple(torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride())
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A part of a tensor that is a range of indices in each dimension, and a run in the tensor's memory.
+
+    Attributes:
+        offsets: first index in each dimension.
+        sizes: number of indices in each dimension.
+        start: first element, counted in the tensor's own memory order; the others follow it there.
+        order: the dimensions from the outermost in memory to the innermost.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    order: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.sizes)
+
+    def view(self, run: Tensor) -> Tensor:
+        """The rectangle's `numel` elements, 1-D in memory order, as a tensor of its sizes."""
+        outer_to_inner = run.view([self.sizes[dim] for dim in self.order])
+        return outer_to_inner.permute([self.order.index(dim) for dim in range(len(self.order))])
+
+
+def rectangles(shape: Sequence[int], stride: Sequence[int], start: int, stop: int, limit: int) -> tuple[Rectangle, ...]:
+    """Cuts elements `start` to `stop` (in memory order) of a dense tensor into rectangles.
+
+    In each dimension but the last a run has a ragged beginning and a ragged end, so n dimensions need 2n - 1 rectangles,
+    and more only where they would be larger than `limit` elements.
+    """
+    order = tuple(sorted(range(len(shape)), key=lambda dim: -stride[dim]))
+    if start == stop:
+        return (Rectangle((0,) * len(shape), tuple(shape), 0, order),) if math.prod(shape) == 0 else ()
+    found, position = [], start
+    for offsets, sizes in _cut([shape[dim] for dim in order], start, stop, max(1, limit)):
+        back = [order.index(dim) for dim in range(len(order))]
+        found.append(Rectangle(tuple(offsets[i] for i in back), tuple(sizes[i] for i in back), position, order))
+        position += math.prod(sizes)
+    return tuple(found)
+
+
+def _cut(shape: Sequence[int], start: int, stop: int, limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offsets, sizes) of the rectangles of a run of a contiguous tensor, in order."""
+    if not shape:
+        yield (), ()
+        return
+    inner, row = shape[1:], math.prod(shape[1:])
+    while start < stop:
+        index, within = divmod(start, row)
+        rows = min((stop - start) // row, max(1, limit // row))
+        if within or rows == 0 or row > limit:
+            end = min(stop - index * row, row)
+            for offsets, sizes in _cut(inner, within, end, limit):
+                yield (index, *offsets), (1, *sizes)
+            start = index * row + end
+        else:
+            yield (index, *(0 for _ in inner)), (rows, *inner)
+            start += rows * row

@@ -12,6 +12,7 @@ from zero_core.layout import FlatLayout, Piece
 from zero_core.messages import flat_view
 from zero_core.offload import CopyStream, Placement
 from zero_core.precision import Dtypes, round_stochastically
+from zero_core.shard_tensor import Segment
 
 # An optimizer without a fused step makes several passes over each tensor; slices of this size stay in a CPU's cache.
 _CPU_SLICE_NUMEL = 256 * 1024
@@ -52,12 +53,13 @@ class Master:
         copies: CopyStream,
     ) -> None:
         self._layout = layout
+        self._pieces = layout.pieces(rank)
         self._dtypes = dtypes
         self._placement = placement
         self._copies = copies
         self.tensor = own if placement is None else placement.empty(own.numel(), own.dtype).copy_(own)
         self.slices: list[list[Slice]] = [[] for _ in layout.params]
-        for piece in self._cut(layout.pieces(rank)):
+        for piece in self._cut(self._pieces):
             part = self._part(piece, self.tensor)
             differentiable = part.is_floating_point() or part.is_complex()
             self.slices[piece.index].append(Slice(piece, nn.Parameter(part, requires_grad=differentiable)))
@@ -217,6 +219,21 @@ class Master:
                 target = self._part(item.piece, self._states[key])
                 if target.data_ptr() != value.data_ptr():
                     state[key] = target.copy_(value)
+
+    def segments(self, index: int, shard: Tensor) -> list[Segment]:
+        """The run of parameter `index` in a 1-D tensor laid out like the master; none where this rank has no part."""
+        return [Segment(piece.start, self._part(piece, shard)) for piece in self._pieces if piece.index == index]
+
+    def state_segments(self, index: int, key: str, dtype: torch.dtype) -> list[Segment]:
+        """Memory, where state has its place, for the run of parameter `index` in the state `key`."""
+        if self._placement is not None and self._placement.scarce and dtype == self.step_dtype:
+            self.reserve([key])
+            return self.segments(index, self._states[key])
+        return [
+            Segment(piece.start, torch.empty(piece.numel, dtype=dtype, device=self.tensor.device))
+            for piece in self._pieces
+            if piece.index == index
+        ]
 
     def evict(self) -> None:
         """Lets go of main memory that is not needed until the next use."""

@@ -18,6 +18,7 @@ from zero_core.messages import flat_view
 from zero_core.offload import ShardMemory
 from zero_core.placeholder import PartitionedGradient, PartitionedParameter, placeholder_values
 from zero_core.precision import Dtypes
+from zero_core.shard_tensor import Segment
 from zero_core.units import UnitSpec
 
 
@@ -196,6 +197,10 @@ class Partition:
             with torch.no_grad(), self._memory.copies.copying():
                 self._shard.copy_(self.master.tensor, non_blocking=True)
         self.master.evict()
+
+    def own_segments(self, index: int) -> list[Segment]:
+        """What this rank's master holds of parameter `index`."""
+        return self.master.segments(index, self.master.tensor)
 
     def restore(self) -> None:
         """Leaves the parameters whole, with all digits, in the dtype they came in. All ranks."""

@@ -1,0 +1,167 @@
+"""The manifest: the small file that makes a directory a checkpoint, and the index of what is where in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from zero_core.errors import CheckpointError
+
+FORMAT = "zero-redundancy checkpoint"
+VERSION = 1
+NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of a checkpoint.
+
+    Attributes:
+        size: bytes.
+        crc32: checksum of its content.
+    """
+
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """One model of a checkpoint.
+
+    Attributes:
+        stage: 1, 2 or 3.
+        precision: the policy's name or description; `None` without one.
+        tied: further names of tensors, each with the one it is kept under.
+    """
+
+    stage: int
+    precision: str | None
+    tied: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class OptimizerRecord:
+    """One optimizer of a checkpoint.
+
+    Attributes:
+        kind: its class.
+        model: the key of its model.
+    """
+
+    kind: str
+    model: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of.
+
+    Attributes:
+        world_size: ranks of the run that saved it.
+        models: by key.
+        optimizers: by key.
+        files: by name, all but the manifest itself and torch's own index.
+        index: the file that says where each tensor is.
+        extra: the file with everything that is not a tensor of a model or an optimizer.
+        written_by: versions.
+        version: of the format.
+    """
+
+    world_size: int
+    models: Mapping[str, ModelRecord]
+    optimizers: Mapping[str, OptimizerRecord]
+    files: Mapping[str, FileRecord]
+    index: str
+    extra: str
+    written_by: Mapping[str, str] = field(default_factory=dict)
+    version: int = VERSION
+
+    def to_json(self) -> str:
+        """The manifest's file."""
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str | bytes, where: str) -> Manifest:
+        """Reads a manifest's file.
+
+        Raises:
+            CheckpointError: it is none, or of a newer format.
+        """
+        try:
+            given: dict[str, Any] = json.loads(text)
+            if given.pop("format") != FORMAT:
+                raise KeyError("format")
+            version = int(given["version"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{where} is damaged: it is not the manifest of a checkpoint.") from error
+        if version > VERSION:
+            raise CheckpointError(
+                f"{where} has format version {version}, and this zero-redundancy reads up to {VERSION}: update it."
+            )
+        try:
+            return cls(
+                world_size=given["world_size"],
+                models={key: ModelRecord(**value) for key, value in given["models"].items()},
+                optimizers={key: OptimizerRecord(**value) for key, value in given["optimizers"].items()},
+                files={key: FileRecord(**value) for key, value in given["files"].items()},
+                index=given["index"],
+                extra=given["extra"],
+                written_by=given["written_by"],
+                version=version,
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{where} is damaged: {error}.") from error
+
+
+def index_to_json(metadata: Metadata) -> str:
+    """DCP's metadata, which torch itself keeps as a pickle, as JSON."""
+    places = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
+
+    def place(fqn: str, offsets: torch.Size | None) -> list[Any]:
+        info = places[fqn, offsets]
+        return [info.relative_path, info.offset, info.length]
+
+    tensors, values = {}, {}
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            tensors[fqn] = {
+                "dtype": str(entry.properties.dtype).removeprefix("torch."),
+                "shape": list(entry.size),
+                "chunks": [[list(c.offsets), list(c.sizes), *place(fqn, c.offsets)] for c in entry.chunks],
+            }
+        else:
+            values[fqn] = place(fqn, None)
+    return json.dumps({"tensors": tensors, "values": values})
+
+
+def index_from_json(text: str | bytes) -> Metadata:
+    """The reverse of `index_to_json`."""
+    given = json.loads(text)
+    entries: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    for fqn, tensor in given["tensors"].items():
+        chunks = []
+        for offsets, sizes, *place in tensor["chunks"]:
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            places[MetadataIndex(fqn, torch.Size(offsets))] = _StorageInfo(*place)
+        properties = TensorProperties(dtype=getattr(torch, tensor["dtype"]))
+        entries[fqn] = TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)
+    for fqn, place in given["values"].items():
+        entries[fqn] = BytesStorageMetadata()
+        places[MetadataIndex(fqn)] = _StorageInfo(*place)
+    return Metadata(entries, storage_data=places)

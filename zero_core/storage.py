@@ -1,0 +1,437 @@
+"""Where checkpoints lie: a local or remote directory that appears whole or not at all; DCP's reading and writing in it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import io
+import os
+import pickle
+import shutil
+import zlib
+from collections import defaultdict
+from typing import Any, BinaryIO, cast
+
+import fsspec
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from zero_core.errors import CheckpointError
+from zero_core.manifest import NAME, FileRecord, Manifest, index_from_json
+
+_BLOCK_BYTES = 4 * 2**20
+_TORCH_INDEX = ".metadata"
+
+
+class Folder:
+    """A directory, local or anything fsspec knows ("s3://...", "memory://...").
+
+    Args:
+        path: the directory.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.fs, self.path = fsspec.core.url_to_fs(os.fspath(path))
+        self.path = self.path.rstrip("/")
+        self.name = os.fspath(path)
+        self.is_local = isinstance(self.fs, LocalFileSystem)
+
+    def __truediv__(self, name: str) -> str:
+        return f"{self.path}/{name}"
+
+    def exists(self, name: str = "") -> bool:
+        """Whether the directory, or a file in it, is there."""
+        return bool(self.fs.exists(self / name if name else self.path))
+
+    def open(self, name: str) -> BinaryIO:
+        """Opens a file for reading.
+
+        Raises:
+            CheckpointError: it is missing.
+        """
+        try:
+            return cast(BinaryIO, self.fs.open(self / name, "rb"))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"'{name}' of the checkpoint {self.name} is missing.") from error
+
+    def read(self, name: str) -> bytes:
+        """A whole small file."""
+        with self.open(name) as file:
+            return file.read()
+
+    def write(self, name: str, data: bytes) -> FileRecord:
+        """Writes a whole small file, to stay."""
+        with self.fs.open(self / name, "wb") as file:
+            file.write(data)
+            flush(file)
+        return FileRecord(len(data), zlib.crc32(data))
+
+    def names(self) -> list[str]:
+        """The files in it."""
+        return [str(path).rsplit("/", 1)[-1] for path in self.fs.ls(self.path, detail=False)]
+
+    def record(self, name: str) -> FileRecord:
+        """Size and checksum of a file as it is now; reads all of it."""
+        size, crc = 0, 0
+        with self.open(name) as file:
+            while block := file.read(_BLOCK_BYTES):
+                size, crc = size + len(block), zlib.crc32(block, crc)
+        return FileRecord(size, crc)
+
+    def check(self, name: str, expected: FileRecord, content: bool = True) -> None:
+        """Compares a file with what the manifest says.
+
+        Raises:
+            CheckpointError: it is missing, truncated or changed; names it.
+        """
+        if not self.exists(name):
+            raise CheckpointError(f"'{name}' of the checkpoint {self.name} is missing.")
+        size = int(self.fs.size(self / name))
+        if size != expected.size:
+            raise CheckpointError(
+                f"'{name}' of the checkpoint {self.name} has {size} bytes instead of {expected.size}: it was cut off or "
+                "replaced."
+            )
+        if content and self.record(name) != expected:
+            raise CheckpointError(f"'{name}' of the checkpoint {self.name} is damaged: its checksum does not match.")
+
+    def manifest(self) -> Manifest | None:
+        """The manifest; `None` where there is none."""
+        return Manifest.from_json(self.read(NAME), self / NAME) if self.exists(NAME) else None
+
+
+class Staging:
+    """A checkpoint on its way: a directory aside that takes its place when it is complete.
+
+    On a local file system the place is taken by one rename, which replaces a checkpoint that is there already; until then
+    that one is untouched. A remote store has no such rename: there the files get names of their own in the same
+    directory, and the manifest, written last, is what makes them the checkpoint.
+
+    Args:
+        target: the place.
+        save_id: what makes this save's file names its own.
+    """
+
+    def __init__(self, target: Folder, save_id: str) -> None:
+        self.target = target
+        self.save_id = save_id
+        self.folder = Folder(_beside(target.path, "partial")) if target.is_local else target
+
+    def prepare(self) -> None:
+        """Makes the directory. One rank."""
+        if self.target.is_local:
+            recover(self.target)
+            shutil.rmtree(self.folder.path, ignore_errors=True)
+        self.folder.fs.makedirs(self.folder.path, exist_ok=True)
+
+    def publish(self, manifest: Manifest) -> None:
+        """Makes it the checkpoint. One rank, when all have written."""
+        if not self.target.is_local:
+            self.folder.write(NAME, manifest.to_json().encode())
+            self._remove_older(manifest)
+            return
+        self.folder.write(NAME, manifest.to_json().encode())
+        sync_directory(self.folder.path)
+        _replace(self.folder.path, self.target.path)
+        sync_directory(os.path.dirname(self.target.path))
+
+    def discard(self) -> None:
+        """Removes what a save that failed has written. One rank."""
+        if self.target.is_local:
+            shutil.rmtree(self.folder.path, ignore_errors=True)
+            return
+        for name in self.folder.names():
+            if name.startswith(self.save_id):
+                self.folder.fs.rm(self.folder / name)
+
+    def _remove_older(self, manifest: Manifest) -> None:
+        for name in self.folder.names():
+            if name not in manifest.files and name not in (NAME, _TORCH_INDEX):
+                self.folder.fs.rm(self.folder / name)
+
+
+def recover(target: Folder) -> None:
+    """Puts a checkpoint back whose replacement was interrupted, where one rename did not do (see `_replace`)."""
+    previous = _beside(target.path, "previous")
+    if target.is_local and os.path.isdir(previous):
+        if os.path.isdir(target.path):
+            shutil.rmtree(previous, ignore_errors=True)
+        else:
+            os.rename(previous, target.path)
+
+
+def _beside(path: str, what: str) -> str:
+    # A leading dot and another ending: no pattern for checkpoints' names matches it.
+    return f"{os.path.dirname(path)}/.{os.path.basename(path)}.{what}"
+
+
+def _replace(source: str, target: str) -> None:
+    """Renames a directory to one that may exist, which then is removed."""
+    if os.path.isdir(target) and _exchange(source, target):
+        shutil.rmtree(source, ignore_errors=True)
+    elif os.path.isdir(target):
+        previous = _beside(target, "previous")
+        os.rename(target, previous)
+        os.rename(source, target)
+        shutil.rmtree(previous, ignore_errors=True)
+    else:
+        if os.path.exists(target):  # a file: the host's own checkpoint of another format
+            os.unlink(target)
+        os.rename(source, target)
+
+
+def _exchange(a: str, b: str) -> bool:
+    """Swaps two directories in one step, where the system can (Linux, most local file systems)."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    at_cwd, exchange = -100, 2
+    if renameat2(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number), a)
+
+
+def flush(file: Any) -> None:
+    """Makes what was written survive a power cut, where the file is local."""
+    file.flush()
+    try:
+        os.fsync(file.fileno())
+    except (AttributeError, OSError, io.UnsupportedOperation) as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL, errno.ENOTSUP):
+            raise
+
+
+def sync_directory(path: str) -> None:
+    """Makes a directory's entries survive a power cut."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Writer(StorageWriter):
+    """Writes a rank's items into one file, in the format of torch's own `FileSystemWriter`.
+
+    Its own, because there what fails while writing (a full disk) is hidden by an error of the archive's, and no checksum
+    is taken.
+
+    Args:
+        folder: where to.
+        save_id: first part of the file's name.
+        tied: further names for tensors, each with the one it is kept under.
+    """
+
+    def __init__(self, folder: Folder, save_id: str, tied: dict[str, str]) -> None:
+        self.folder = folder
+        self.save_id = save_id
+        self._tied = tied
+        self.records: dict[str, FileRecord] = {}
+        self.metadata: Metadata | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between saves."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up: `Staging` has made the directory."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The plans, with the file's name for each rank."""
+        for rank, plan in enumerate(plans):
+            object.__setattr__(plan, "storage_data", f"{self.save_id}-{rank}.distcp")
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's file; a chunk at a time is in memory twice."""
+        results: list[WriteResult] = []
+        if plan.items:
+            name, crc = str(plan.storage_data), 0
+            with self.folder.fs.open(self.folder / name, "wb") as file:
+                for item in plan.items:
+                    data = planner.resolve_data(item)
+                    buffer = data if item.type is WriteItemType.BYTE_IO else _archive(cast(Tensor, data))
+                    content = cast(io.BytesIO, buffer).getbuffer()
+                    offset = file.tell()
+                    file.write(content)
+                    crc = zlib.crc32(content, crc)
+                    results.append(WriteResult(item.index, len(content), _StorageInfo(name, offset, len(content))))
+                flush(file)
+                self.records[name] = FileRecord(file.tell(), crc)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Writes torch's own index, for `torch.distributed.checkpoint.load`."""
+        metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        for name, kept in self._tied.items():
+            metadata.state_dict_metadata[name] = metadata.state_dict_metadata[kept]
+            if metadata.planner_data is not None:
+                metadata.planner_data[name] = (*metadata.planner_data[kept][:-1], name.partition(".")[2])
+            for index, place in list(metadata.storage_data.items()):
+                if index.fqn == kept:
+                    metadata.storage_data[type(index)(name, index.offset, index.index)] = place
+        metadata.version = "1.0.0"
+        self.metadata = metadata
+        self.folder.write(_TORCH_INDEX, pickle.dumps(metadata))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any will do."""
+        return True
+
+
+def _archive(tensor: Tensor) -> io.BytesIO:
+    buffer = io.BytesIO()
+    # Of its own: torch.save would write all that a view is a view of.
+    torch.save(tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format), buffer)
+    return buffer
+
+
+class IndexedReader(StorageReader):
+    """A reader that knows what is where.
+
+    Args:
+        index: shapes, dtypes and chunks.
+    """
+
+    def __init__(self, index: Metadata) -> None:
+        self.index = index
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept between loads."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index."""
+        return self.index
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any will do."""
+        return True
+
+
+class Reader(IndexedReader):
+    """Reads what `Writer` or torch's `FileSystemWriter` wrote, without opening a pickle that could run code.
+
+    Args:
+        folder: where from.
+        index: what is where in it.
+    """
+
+    def __init__(self, folder: Folder, index: Metadata) -> None:
+        super().__init__(index)
+        self.folder = folder
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads the chunks that the plan names, each once; one at a time is in memory."""
+        files: dict[str, dict[Any, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
+        for item in plan.items:
+            files[self._place(item).relative_path][item.storage_index].append(item)
+        for name, chunks in files.items():
+            with self.folder.open(name) as file:
+                for items in sorted(chunks.values(), key=lambda items: self._place(items[0]).offset):
+                    self._read_chunk(file, items, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _place(self, item: ReadItem) -> Any:
+        return self.index.storage_data[item.storage_index]
+
+    def _read_chunk(self, file: BinaryIO, items: list[ReadItem], planner: LoadPlanner) -> None:
+        place = self._place(items[0])
+        file.seek(place.offset)
+        content = io.BytesIO(file.read(place.length))
+        if items[0].type is LoadItemType.BYTE_IO:
+            planner.load_bytes(items[0], content)
+            return
+        try:
+            chunk: Tensor = torch.load(content, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise CheckpointError(
+                f"'{items[0].storage_index.fqn}' in '{place.relative_path}' of the checkpoint {self.folder.name} cannot be "
+                f"read: the file is damaged ({error})."
+            ) from error
+        content.close()
+        for item in items:
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths))
+            planner.commit_tensor(item, target)
+
+
+def read_index(folder: Folder, below: str = "") -> Metadata:
+    """What is where in a directory: by our own index, or by torch's, of which only torch's index classes are let in."""
+    manifest = folder.manifest() if not below else None
+    if manifest is not None:
+        return index_from_json(folder.read(manifest.index))
+    data = folder.read(f"{below}{_TORCH_INDEX}")
+    try:
+        metadata = _IndexUnpickler(io.BytesIO(data)).load()
+    except Exception as error:
+        raise CheckpointError(f"'{below}{_TORCH_INDEX}' of {folder.name} cannot be read: {error}") from error
+    for place in metadata.storage_data.values():
+        place.relative_path = f"{below}{place.relative_path}"
+    return cast(Metadata, metadata)
+
+
+def has_torch_index(folder: Folder, below: str = "") -> bool:
+    """Whether a directory (or one in it, `below` ending with a slash) is one of `torch.distributed.checkpoint`."""
+    return folder.exists(f"{below}{_TORCH_INDEX}")
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Reads torch's index and nothing else: a pickle may name any function, and this one calls none but these."""
+
+    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+    _NAMES = frozenset(
+        {
+            ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
+            ("builtins", "set"), ("pathlib", "Path"), ("pathlib", "PosixPath"),
+        }
+    )  # fmt: skip
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Looks a class up, if it is one of an index."""
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.memory_format))
+        if (module, name) in self._NAMES or is_dtype:
+            return super().find_class(module, name)
+        found = super().find_class(module, name) if module in self._MODULES and "." not in name else None
+        if isinstance(found, type) and found.__module__ == module:
+            return found
+        raise CheckpointError(f"it names {module}.{name}, which an index has no use for, and is not opened")
