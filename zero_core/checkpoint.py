@@ -103,7 +103,7 @@ def save_checkpoint(
 def async_save_checkpoint(
     path: Path, engines: Engines, optimizers: Optimizers = None, extra: Mapping[str, Any] | None = None
 ) -> Future[None]:
-    """`save_checkpoint` that returns as soon as this rank's part is copied into host memory; the rest goes on beside training.
+    """`save_checkpoint` that returns when this rank's part is copied into host memory; the rest goes on beside training.
 
     All ranks. Saves are finished in the order they were started, at the latest when the process ends. Needs room for a
     copy of this rank's shards.
@@ -475,7 +475,7 @@ def _matching(stored: Mapping[str, T], wanted: Mapping[str, Any], what: str) -> 
         return [(key, item, stored[key]) for key, item in wanted.items()]
     if len(stored) != len(wanted):
         raise ValueError(
-            f"the checkpoint has the {what}s {sorted(stored)}, and asked for are {sorted(wanted)}. Pass a dict with its keys."
+            f"the checkpoint has the {what}s {sorted(stored)}, and asked for are {sorted(wanted)}. Pass a dict with them."
         )
     return [(key, item, found) for (key, item), found in zip(wanted.items(), stored.values(), strict=True)]
 

@@ -51,6 +51,7 @@ class ShardTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], stride: Sequence[int], segments: Sequence[Segment]) -> ShardTensor:
+        """Makes a tensor of the whole shape without memory."""
         dtype = segments[0].values.dtype
         self: ShardTensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
         self._stride = tuple(stride)

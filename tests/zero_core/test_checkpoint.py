@@ -6,13 +6,11 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.helpers import models
-from tests.helpers.cases import folder
 from tests.helpers.ranks import run_ranks
 from tests.helpers.twin import OPTIMIZERS
 from zero_core import ZeroConfig, ZeroEngine, load_checkpoint, save_checkpoint, shard, verify_checkpoint
@@ -106,7 +104,3 @@ def test_a_run_goes_on_at_any_world_size_stage_and_precision(tmp_path: Path) -> 
         verify_checkpoint(place)
     for world_size in (3, 1, 2):
         assert run_ranks(world_size, resume_all, str(tmp_path)) == [[]] * world_size
-
-
-pytest_plugins: list[str] = []
-_ = folder
