@@ -10,6 +10,7 @@ import pickle
 import shutil
 import zlib
 from collections import defaultdict
+from collections.abc import Hashable
 from typing import Any, BinaryIO, cast
 
 import fsspec
@@ -130,7 +131,7 @@ class Staging:
     def __init__(self, target: Folder, save_id: str) -> None:
         self.target = target
         self.save_id = save_id
-        self.folder = Folder(_beside(target.path, "partial")) if target.is_local else target
+        self.folder = Folder(beside(target.path, "partial")) if target.is_local else target
 
     def prepare(self) -> None:
         """Makes the directory. One rank."""
@@ -167,7 +168,7 @@ class Staging:
 
 def recover(target: Folder) -> None:
     """Puts a checkpoint back whose replacement was interrupted, where one rename did not do (see `_replace`)."""
-    previous = _beside(target.path, "previous")
+    previous = beside(target.path, "previous")
     if target.is_local and os.path.isdir(previous):
         if os.path.isdir(target.path):
             shutil.rmtree(previous, ignore_errors=True)
@@ -175,7 +176,8 @@ def recover(target: Folder) -> None:
             os.rename(previous, target.path)
 
 
-def _beside(path: str, what: str) -> str:
+def beside(path: str, what: str) -> str:
+    """Where something on its way to a local path is kept meanwhile."""
     # A leading dot and another ending: no pattern for checkpoints' names matches it.
     return f"{os.path.dirname(path)}/.{os.path.basename(path)}.{what}"
 
@@ -185,7 +187,7 @@ def _replace(source: str, target: str) -> None:
     if os.path.isdir(target) and _exchange(source, target):
         shutil.rmtree(source, ignore_errors=True)
     elif os.path.isdir(target):
-        previous = _beside(target, "previous")
+        previous = beside(target, "previous")
         os.rename(target, previous)
         os.rename(source, target)
         shutil.rmtree(previous, ignore_errors=True)
@@ -329,6 +331,10 @@ class IndexedReader(StorageReader):
         """The index."""
         return self.index
 
+    def places(self) -> dict[str, Hashable]:
+        """By name, what is equal for two names of one tensor."""
+        return {name: name for name in self.index.state_dict_metadata}
+
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to set up."""
 
@@ -357,6 +363,13 @@ class Reader(IndexedReader):
     def __init__(self, folder: Folder, index: Metadata) -> None:
         super().__init__(index)
         self.folder = folder
+
+    def places(self) -> dict[str, Hashable]:
+        """By name, the parts of files that hold it."""
+        found: dict[str, set[Hashable]] = defaultdict(set)
+        for index, place in self.index.storage_data.items():
+            found[index.fqn].add((index.offset, place.relative_path, place.offset))
+        return {name: frozenset(parts) for name, parts in found.items()}
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads the chunks that the plan names, each once; one at a time is in memory."""

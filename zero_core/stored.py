@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +79,15 @@ class Stored:
             raise CheckpointError(f"'{name}' of {self.folder.name} is not a tensor.")
         return found
 
+    def tied(self, model: str) -> dict[str, str]:
+        """Further names of a model's tensors, each with the first one."""
+        places, first, found = self.reader.places(), dict[Hashable, str](), dict[str, str]()
+        for name, place in self.models[model].items():
+            kept = first.setdefault(places[place], name)
+            if kept != name:
+                found[name] = kept
+        return found
+
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Reads whole tensors; by this process alone."""
         entries = {name: self.entry(name) for name in names}
@@ -118,6 +127,15 @@ class TensorReader(IndexedReader):
             )
         )
         self._sources = sources
+
+    def places(self) -> dict[str, Hashable]:
+        """By name, the memory that holds it; what is read when it is indexed has one name only."""
+        return {
+            name: (source.data_ptr(), shape, source.stride(), dtype)
+            if isinstance(source, Tensor) and source.numel()
+            else name
+            for name, (source, shape, dtype) in self._sources.items()
+        }
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads what the plan names, and no more."""
@@ -245,7 +263,7 @@ def _of_safetensors(folder: Folder, files: list[str]) -> Stored:
         file = SafetensorsFile(path)
         for key in file.keys():
             part = file.slice(key)
-            sources[key] = (part, tuple(part.get_shape()), _SAFETENSORS_DTYPES[part.get_dtype()])
+            sources[key] = (part, tuple(part.get_shape()), SAFETENSORS_DTYPES[part.get_dtype()])
     return Stored(folder, TensorReader(sources), {_MODEL: {clean(key): key for key in sources}}, {})
 
 
@@ -361,8 +379,9 @@ def _refusal(where: str, error: Exception) -> CheckpointError:
     )
 
 
-_SAFETENSORS_DTYPES = {
+SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32,
+    "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
