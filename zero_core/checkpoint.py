@@ -57,7 +57,7 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class _Snapshot:
+class Snapshot:
     """All that a save writes; this rank's part."""
 
     models: dict[str, ModelState]
@@ -65,9 +65,10 @@ class _Snapshot:
     records: tuple[dict[str, ModelRecord], dict[str, OptimizerRecord]]
     extra: dict[str, Any]
     rng: dict[str, Any]
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None = None
 
-    def copy(self) -> _Snapshot:
+    def copy(self) -> Snapshot:
+        """The same in host memory of its own."""
         return replace(
             self,
             models={key: state.copy() for key, state in self.models.items()},
@@ -191,7 +192,7 @@ def verify_checkpoint(path: Path) -> Manifest:
 # -- saving ----------------------------------------------------------------------------------------------------------
 
 
-def _snapshot(call: str, engines: Engines, optimizers: Optimizers, extra: Mapping[str, Any] | None) -> _Snapshot:
+def _snapshot(call: str, engines: Engines, optimizers: Optimizers, extra: Mapping[str, Any] | None) -> Snapshot:
     models, bound = _by_key(engines, "model"), _by_key(optimizers or {}, "optimizer")
     first = _meet(call, models)
     with raising_together(first.checkpoint_group):
@@ -208,11 +209,11 @@ def _snapshot(call: str, engines: Engines, optimizers: Optimizers, extra: Mappin
         plain = {
             key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in (extra or {}).items()
         }
-        _check_plain(plain)
-    return _Snapshot(states, optimizer_states, records, plain, random_state(), first.checkpoint_group)
+        check_plain(plain)
+    return Snapshot(states, optimizer_states, records, plain, random_state(), first.checkpoint_group)
 
 
-def _write(path: str, snapshot: _Snapshot) -> None:
+def _write(path: str, snapshot: Snapshot) -> None:
     group = snapshot.group
     first = dist.get_rank(group) == 0
     identity = [uuid.uuid4().hex[:8]]
@@ -229,7 +230,7 @@ def _write(path: str, snapshot: _Snapshot) -> None:
         raise
 
 
-def _write_aside(staging: Staging, snapshot: _Snapshot) -> None:
+def _write_aside(staging: Staging, snapshot: Snapshot) -> None:
     group, folder = snapshot.group, staging.folder
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     with raising_together(group):
@@ -244,7 +245,7 @@ def _write_aside(staging: Staging, snapshot: _Snapshot) -> None:
     writer = Writer(folder, staging.save_id, tied)
     _raising_own(
         lambda: dcp_save(
-            _tree(snapshot, merged, rank),
+            nested(snapshot, merged, rank),
             storage_writer=writer,
             planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
             process_group=group,
@@ -258,13 +259,13 @@ def _write_aside(staging: Staging, snapshot: _Snapshot) -> None:
     with raising_together(group):
         if rank == 0:
             files = {name: record for of_rank in records for name, record in of_rank.items()}
-            staging.publish(_finish(folder, staging.save_id, snapshot, writer, merged, rng, files, world_size))
+            staging.publish(finish(folder, staging.save_id, snapshot, writer, merged, rng, files, world_size))
 
 
-def _finish(
+def finish(
     folder: Folder,
     save_id: str,
-    snapshot: _Snapshot,
+    snapshot: Snapshot,
     writer: Writer,
     shared: dict[str, Any],
     rng: list[Any],
@@ -285,7 +286,7 @@ def _finish(
     return Manifest(world_size, models, optimizers, files, index, extra, _versions())
 
 
-def _tree(snapshot: _Snapshot, shared: dict[str, Any], rank: int) -> dict[str, Any]:
+def nested(snapshot: Snapshot, shared: dict[str, Any], rank: int) -> dict[str, Any]:
     """What this rank writes, nested as torch's own `get_model_state_dict` and `get_optimizer_state_dict` are."""
     tree: dict[str, Any] = {}
     for key, model in snapshot.models.items():
@@ -315,7 +316,8 @@ def _merge(parts: list[dict[str, dict[str, list[Any]]]]) -> dict[str, dict[str, 
     return merged
 
 
-def _check_plain(extra: dict[str, Any]) -> None:
+def check_plain(extra: dict[str, Any]) -> None:
+    """Raises a ValueError that names the value which only a pickle could keep."""
     for key, value in extra.items():
         buffer = io.BytesIO()
         try:
@@ -410,9 +412,9 @@ def _plan_models(
 ) -> tuple[Loaded, dict[str, Any]]:
     loaded, targets = Loaded(stored.extra), dict[str, Any]()
     problems: list[str] = []
-    for key, engine, names in _matching(stored.models, models, "model"):
+    for key, engine, names in matching(stored.models, models, "model"):
         state = engine.model_state()
-        names = _renamed(names, state.names, rename)
+        names = renamed(names, state.names, rename)
         shown = f"{key}." if len(models) > 1 else ""
         missing = [n for n in state.names if n not in names and state.tied.get(n, n) not in names]
         kept = {kept: n for n, kept in state.tied.items() if n in names}
@@ -442,7 +444,7 @@ def _plan_models(
     return loaded, targets
 
 
-def _renamed(names: dict[str, str], wanted: Mapping[str, Any], rename: Mapping[str, str]) -> dict[str, str]:
+def renamed(names: dict[str, str], wanted: Mapping[str, Any], rename: Mapping[str, str]) -> dict[str, str]:
     """Stored names as the model's: by the user's prefixes, or by the one prefix that makes them all fit."""
     for old, new in rename.items():
         names = {new + n.removeprefix(old) if n.startswith(old) else n: place for n, place in names.items()}
@@ -466,10 +468,10 @@ def _paired(stored: Stored, optimizers: Mapping[str, Optimizer]) -> list[tuple[s
             f"{stored.folder.name} has weights only, and no optimizer's state. Load it without the optimizer, which then "
             "starts afresh: load_checkpoint(path, engine)."
         )
-    return list(_matching(stored.optimizers, optimizers, "optimizer"))
+    return list(matching(stored.optimizers, optimizers, "optimizer"))
 
 
-def _matching(stored: Mapping[str, T], wanted: Mapping[str, Any], what: str) -> list[tuple[str, Any, T]]:
+def matching(stored: Mapping[str, T], wanted: Mapping[str, Any], what: str) -> list[tuple[str, Any, T]]:
     """Pairs by key, or by order where the hosts name them differently and there are equally many."""
     if all(key in stored for key in wanted):
         return [(key, item, stored[key]) for key, item in wanted.items()]
@@ -546,7 +548,7 @@ def _engine_of(key: str, optimizer: Optimizer, models: Mapping[str, ZeroEngine])
     )
 
 
-def _gather(group: dist.ProcessGroup, values: tuple[Any, ...]) -> list[list[Any]]:
+def _gather(group: dist.ProcessGroup | None, values: tuple[Any, ...]) -> list[list[Any]]:
     """For each value, every rank's, in rank order."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, values, group=group)
