@@ -54,12 +54,12 @@ class OptimizerState:
     Attributes:
         tensors: by parameter's name and key, this rank's part of what has a value per element.
         shared: the same for what has one value for a whole slice (a step count): (start, stop, value) of this rank's.
-        param_groups: hyper-parameters, with names in place of parameters.
+        param_groups: hyper-parameters, with names in place of parameters; `None` where what is converted has none.
     """
 
     tensors: dict[str, dict[str, ShardTensor]]
     shared: dict[str, dict[str, list[tuple[int, int, Any]]]]
-    param_groups: list[dict[str, Any]]
+    param_groups: list[dict[str, Any]] | None
 
     def copy(self) -> OptimizerState:
         """The same in host memory of its own."""
