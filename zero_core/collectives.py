@@ -335,16 +335,36 @@ class Collectives:
                 for tensor, data in zip(batch, packed.split(sizes), strict=True):
                     tensor.copy_(data.clone().view(tensor.dtype).view(tensor.shape) if data.numel() else tensor)
 
-    def gather_to_first(self, shard: Tensor) -> list[Tensor] | None:
-        """Collects one equally sized 1-D shard per rank; rank 0 gets them in rank order, the others `None`."""
+    def collect(
+        self, parts: Sequence[Tensor], runs: Sequence[Sequence[tuple[int, int]]], out: Tensor | None, all_ranks: bool
+    ) -> None:
+        """Puts what the ranks hold of one tensor together, straight from where it lies.
+
+        Args:
+            parts: what this rank holds, 1-D, any device, in the order of its runs.
+            runs: per rank, the (start, stop) of each of its parts.
+            out: 1-D on the CPU, the whole tensor; on rank 0, or on all ranks.
+            all_ranks: whether all ranks want it.
+        """
+        if out is not None:
+            for part, (start, stop) in zip(parts, runs[self.rank], strict=True):
+                out[start:stop].copy_(part)
         if self.world_size == 1:
-            return [shard]
-        self.traffic.add("control", 0 if self.rank == 0 else shard.numel() * shard.element_size())
-        out = [torch.empty_like(shard) for _ in range(self.world_size)] if self.rank == 0 else None
-        wire = None if out is None else [_as_bytes(t) for t in out]
-        first, group = self._ranks[0], self._control_group
-        self._control("the gathering of whole state", dist.gather, _as_bytes(shard), wire, dst=first, group=group)()
-        return out
+            return
+        operation = self._watchdog.post("the gathering of whole state")
+        works, keep = list[Work](), list[Tensor]()
+        for peer in self._peers() if all_ranks else [0]:
+            for part in parts if peer != self.rank else ():
+                keep.append(_as_bytes(part.to("cpu")))
+                works += self._transfer(_isend, keep[-1], peer)
+                self.traffic.add("control", keep[-1].numel())
+        for peer in self._peers() if out is not None else ():
+            for start, stop in runs[peer]:
+                works += self._transfer(_irecv, _as_bytes(out[start:stop]), peer)
+        Pending(works, keep=keep, operation=operation).wait()
+
+    def _transfer(self, transfer: Callable[..., Work], data: Tensor, peer: int) -> list[Work]:
+        return [transfer(part, self._ranks[peer], self.checkpoint_group, 0) for part in _messages(data)]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's picklable `value`, in rank order, on all ranks. Not for the step's path."""

@@ -367,7 +367,7 @@ class ZeroEngine:
     def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
         """`model.state_dict()` as the unsharded model would give it. All ranks.
 
-        Weights are gathered a unit at a time, so the others hold at most one unit more than at rest.
+        Each rank sends its parts of a tensor straight to where the result is, so nobody holds anything beside it.
 
         Args:
             all_ranks: whether every rank gets it, or rank 0 alone (the others get `{}`).
@@ -377,7 +377,7 @@ class ZeroEngine:
             masters' dtype (fp32 under a policy with fp32 masters), so that nothing is lost.
         """
         self.meet("engine.full_state_dict()")
-        return state_dict.full_model_state(self.model, self._units, self._collectives, all_ranks)
+        return state_dict.full_model_state(self.model, self._runtime, self._collectives, all_ranks)
 
     def load_full_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
         """`model.load_state_dict` for the sharded model; each rank keeps its part. Sends nothing.
@@ -400,6 +400,8 @@ class ZeroEngine:
 
     def full_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """`optimizer.state_dict()` as the unsharded optimizer would give it, on rank 0 (`{}` elsewhere). All ranks.
+
+        Tensors are on the CPU; like `full_state_dict`, it holds nothing beside the result.
 
         Raises:
             RuntimeError: the optimizer is not bound.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,7 +59,7 @@ class Master:
         self._copies = copies
         self.tensor = own if placement is None else placement.empty(own.numel(), own.dtype).copy_(own)
         self.slices: list[list[Slice]] = [[] for _ in layout.params]
-        for piece in self._cut(self._pieces):
+        for piece in self.cut(self._pieces):
             part = self._part(piece, self.tensor)
             differentiable = part.is_floating_point() or part.is_complex()
             self.slices[piece.index].append(Slice(piece, nn.Parameter(part, requires_grad=differentiable)))
@@ -67,7 +67,8 @@ class Master:
         # Gradient shards on their way from the device, each with what is trained.
         self._arriving: list[tuple[Tensor, Sequence[bool]]] = []
 
-    def _cut(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
+    def cut(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        """Any rank's runs of parameters, in slices."""
         limit = _CPU_SLICE_NUMEL if self.tensor.device.type == "cpu" else 2**62
         for piece in pieces:
             for start in range(piece.start, max(piece.stop, 1), limit):

@@ -423,6 +423,10 @@ class Runtime:
                 "on every rank."
             )
 
+    def partitions(self) -> Iterator[Partition]:
+        """All partitions, in the order all ranks have."""
+        return (partition for unit in self._units for partition in unit.partitions)
+
     def keep_changes(self) -> None:
         """Takes what a user wrote into weights that are whole over into the masters."""
         for unit in self._units:

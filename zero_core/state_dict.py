@@ -9,23 +9,29 @@ import torch
 from torch import Tensor, nn
 
 from zero_core.collectives import Collectives
+from zero_core.master import Slice
 from zero_core.optimizer import BoundOptimizer, is_elementwise, slice_state
 from zero_core.runtime import Runtime
-from zero_core.unit import Partition, Unit, UnitState
+from zero_core.unit import Partition
 
 
-def full_model_state(model: nn.Module, units: list[Unit], collectives: Collectives, all_ranks: bool) -> dict[str, Any]:
+def full_model_state(model: nn.Module, runtime: Runtime, collectives: Collectives, all_ranks: bool) -> dict[str, Any]:
     """`model.state_dict()` as an unsharded model would give it, on the CPU; see `ZeroEngine.full_state_dict`."""
-    wanted = all_ranks or collectives.rank == 0
+    runtime.keep_changes()
     values: dict[int, Tensor] = {}
-    for unit in units:
-        for partition in unit.partitions:
-            if unit.state is UnitState.GATHERED:
-                partition.keep_changes()
-            whole = partition.gather_masters()
-            if wanted:
-                values.update(_cut_params(partition, whole))
-    if not wanted:
+    for partition in runtime.partitions():
+        partition.finish_gather()
+        for index, param in enumerate(partition.params):
+            if partition.master.in_place:  # every rank has it whole already
+                whole = _empty(partition, index, partition.layout.dtype) if all_ranks or collectives.rank == 0 else None
+                if whole is not None:
+                    whole.copy_(partition.buffer.views[index])
+            else:
+                parts = [item.param.detach() for item in partition.slices[index]]
+                whole = _collect(partition, index, parts, partition.master.tensor.dtype, collectives, all_ranks)
+            if whole is not None:
+                values[id(param)] = whole
+    if not all_ranks and collectives.rank != 0:
         return {}
     # The model's own call, so that hooks that rename or drop keys have their say; it sees placeholders.
     with torch.no_grad():
@@ -38,14 +44,25 @@ def full_model_state(model: nn.Module, units: list[Unit], collectives: Collectiv
     return state
 
 
-def _cut_params(partition: Partition, whole: Tensor) -> dict[int, Tensor]:
-    offset = whole.storage_offset()
-    return {
-        id(param): torch.empty_strided(p.shape, p.stride, dtype=whole.dtype).copy_(
-            whole.as_strided(p.shape, p.stride, offset + p.offset)
-        )
-        for param, p in zip(partition.params, partition.layout.params, strict=True)
-    }
+def _empty(partition: Partition, index: int, dtype: torch.dtype) -> Tensor:
+    layout = partition.layout.params[index]
+    return torch.empty_strided(layout.shape, layout.stride, dtype=dtype)
+
+
+def _collect(
+    partition: Partition,
+    index: int,
+    parts: list[Tensor],
+    dtype: torch.dtype,
+    collectives: Collectives,
+    all_ranks: bool = False,
+) -> Tensor | None:
+    """A whole tensor of parameter `index`'s shape on rank 0 (or all ranks), into which each rank's parts go directly."""
+    whole = _empty(partition, index, dtype) if all_ranks or collectives.rank == 0 else None
+    flat = None if whole is None else whole.as_strided((whole.numel(),), (1,))
+    runs = [partition.runs(index, rank) for rank in range(collectives.world_size)]
+    collectives.collect(parts, runs, flat, all_ranks)
+    return whole
 
 
 def load_full_model_state(model: nn.Module, runtime: Runtime, state: Mapping[str, Any], strict: bool) -> Any:
@@ -61,21 +78,23 @@ def full_optimizer_state(bound: BoundOptimizer, runtime: Runtime, collectives: C
     positions = {id(param): at for at, param in enumerate(bound.params)}
     merged = _merge_schemas(collectives.gather_objects(_schema(bound, positions)))
     state: dict[int, dict[str, Any]] = {at: dict(merged[at]) for at in sorted(merged)}
-    for partition in _partitions(bound, runtime):
-        keys = sorted({key for p in partition.params if id(p) in positions for key in merged.get(positions[id(p)], {})})
-        for key in keys:
-            dtypes = {
-                merged[positions[id(p)]].get(key)
-                for p in partition.params
-                if id(p) in positions and positions[id(p)] in merged
-            }
-            for dtype in sorted((d for d in dtypes if isinstance(d, torch.dtype)), key=str):
-                shards = collectives.gather_to_first(_assemble(partition, bound, key, dtype))
-                if shards is not None:
-                    _cut(partition, torch.cat(shards).cpu(), key, dtype, positions, state)
+    for at, param in enumerate(bound.params):
+        _, partition, index = runtime.locate(param)
+        for key, dtype in merged.get(at, {}).items():
+            if isinstance(dtype, torch.dtype):
+                parts = [_part(bound, item, key, dtype) for item in partition.slices[index]]
+                state[at][key] = _collect(partition, index, parts, dtype, collectives)
     if collectives.rank != 0:
         return {}
     return {"state": state, "param_groups": _plain_groups(bound)}
+
+
+def _part(bound: BoundOptimizer, item: Slice, key: str, dtype: torch.dtype) -> Tensor:
+    """A slice's values of one state; zeros where this rank has not stepped it."""
+    value = bound.optimizer.state.get(item.param, {}).get(key)
+    if isinstance(value, Tensor) and value.dtype == dtype and value.shape == item.param.shape:
+        return value.detach()
+    return torch.zeros(item.piece.numel, dtype=dtype)
 
 
 def load_full_optimizer_state(bound: BoundOptimizer, runtime: Runtime, state_dict: Mapping[str, Any]) -> None:
@@ -138,36 +157,6 @@ def _merge_schemas(schemas: list[dict[int, dict[str, Any]]]) -> dict[int, dict[s
     for schema in reversed(schemas):
         merged.update(schema)
     return merged
-
-
-def _partitions(bound: BoundOptimizer, runtime: Runtime) -> list[Partition]:
-    found = {id(p): p for p in (runtime.locate(param)[1] for param in bound.params)}
-    return sorted(found.values(), key=lambda partition: partition.tag)
-
-
-def _assemble(partition: Partition, bound: BoundOptimizer, key: str, dtype: torch.dtype) -> Tensor:
-    """This rank's shard of one state, in the layout of the parameters."""
-    shard = torch.zeros(partition.layout.shard_numel, dtype=dtype, device=partition.buffer.device)
-    for items in partition.slices:
-        for item in items:
-            value = bound.optimizer.state.get(item.param, {}).get(key)
-            if isinstance(value, Tensor) and value.dtype == dtype and value.shape == item.param.shape:
-                shard[item.piece.shard_offset : item.piece.shard_offset + item.piece.numel] = value
-    return shard
-
-
-def _cut(
-    partition: Partition,
-    flat: Tensor,
-    key: str,
-    dtype: torch.dtype,
-    positions: dict[int, int],
-    state: dict[int, dict[str, Any]],
-) -> None:
-    for param, layout in zip(partition.params, partition.layout.params, strict=True):
-        entries = state.get(positions.get(id(param), -1), {})
-        if entries.get(key) == dtype:
-            entries[key] = flat.as_strided(layout.shape, layout.stride, layout.offset).clone()
 
 
 def _plain_groups(bound: BoundOptimizer) -> list[dict[str, Any]]:

@@ -202,6 +202,11 @@ class Partition:
         """What this rank's master holds of parameter `index`."""
         return self.master.segments(index, self.master.tensor)
 
+    def runs(self, index: int, rank: int) -> list[tuple[int, int]]:
+        """(start, stop) of each slice of parameter `index` that `rank` has; all ranks cut alike."""
+        pieces = self.master.cut(piece for piece in self.layout.pieces(rank) if piece.index == index)
+        return [(piece.start, piece.stop) for piece in pieces]
+
     def restore(self) -> None:
         """Leaves the parameters whole, with all digits, in the dtype they came in. All ranks."""
         whole = self.gather_masters().to(self._given)

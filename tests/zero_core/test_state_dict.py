@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.helpers import models
+from tests.helpers.allocations import PeakBytes
 from tests.helpers.cases import Cases, check
 from tests.helpers.ranks import run_ranks
 from tests.helpers.twin import OPTIMIZERS, Pair, decay_groups, random_batch
@@ -139,6 +140,30 @@ def compiled_submodules_keep_clean_loading(stage: int) -> None:
     state = pair.engine.full_state_dict(all_ranks=True)
     assert set(state) == set(model.state_dict(keep_vars=True))
     pair.engine.load_full_state_dict(state)
+
+
+@cases
+def whole_state_costs_nothing_but_itself_on_rank_0(stage: int) -> None:
+    for precision in (None, "bf16-mixed"):
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+        engine = shard(model, ZeroConfig(stage=stage, unit_numel=1000, precision=precision))
+        optimizer = engine.bind(torch.optim.AdamW(model.parameters()))
+        squared(model, torch.ones(2, 256)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        slack = 32 * 1024  # which states there are, and step counts, travel as objects
+        with PeakBytes() as weights:
+            state = engine.full_state_dict()
+        with PeakBytes() as moments:
+            states = engine.full_optimizer_state_dict(optimizer)
+        nbytes = 4 * sum(p.numel() for p in model.parameters())
+        if dist.get_rank() == 0:
+            assert sum(value.nbytes for value in state.values()) == nbytes
+            assert nbytes <= weights.peak <= nbytes + slack
+            assert sum(value.nbytes for entries in states["state"].values() for value in entries.values()) >= 2 * nbytes
+            assert 2 * nbytes <= moments.peak <= 2 * nbytes + slack
+        else:
+            assert weights.peak <= slack and moments.peak <= slack
 
 
 @cases.parametrize()
