@@ -23,12 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from zero_core.errors import CheckpointError
-from zero_core.storage import Folder, beside, flush, sync_directory
+from zero_core.storage import Folder, Progress, beside, flush, sync_directory
 from zero_core.stored import SAFETENSORS_DTYPES, Stored, open_checkpoint
 
 Path = str | os.PathLike[str]
-# Called with what was read, bytes read so far and bytes in all.
-Progress = Callable[[str, int, int], None]
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 _INDEX = "model.safetensors.index.json"

@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from zero_core.checkpoint import Path, Snapshot, check_plain, finish, nested
-from zero_core.consolidate import Progress
 from zero_core.errors import CheckpointError
 from zero_core.manifest import ModelRecord, OptimizerRecord
 from zero_core.shard_tensor import Segment, ShardTensor
 from zero_core.sharded_state import ModelState, OptimizerState, clean
-from zero_core.storage import Folder, Staging, Writer
+from zero_core.storage import Folder, Progress, Staging, Writer
 from zero_core.stored import Stored, StoredOptimizer, open_checkpoint
 
 _EVERYWHERE = (0, 2**62)  # a value for a whole parameter, of whatever size
