@@ -2,6 +2,7 @@
 
 from zero_core.checkpoint import Loaded, async_save_checkpoint, load_checkpoint, save_checkpoint, verify_checkpoint
 from zero_core.config import MixedPrecision, Offload, ZeroConfig, ZeroStage
+from zero_core.consolidation import consolidate
 from zero_core.engine import ZeroEngine, engine_of, shard
 from zero_core.errors import CheckpointError, PartitionedParameterError, UnsupportedOptimizerError
 from zero_core.memory import Held, Report, Sent
@@ -23,6 +24,7 @@ __all__ = [
     "ZeroGradScaler",
     "ZeroStage",
     "async_save_checkpoint",
+    "consolidate",
     "deferred_loading",
     "engine_of",
     "load_checkpoint",

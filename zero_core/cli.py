@@ -14,7 +14,7 @@ import torch
 
 from zero_core.checkpoint import verify_checkpoint
 from zero_core.comparison import Comparison, Difference, compare
-from zero_core.consolidate import consolidate
+from zero_core.consolidation import consolidate
 from zero_core.conversion import convert
 from zero_core.errors import CheckpointError
 from zero_core.inspection import inspect
