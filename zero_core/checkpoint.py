@@ -273,15 +273,14 @@ def finish(
     world_size: int,
 ) -> Manifest:
     """Writes what is not tensors."""
-    if writer.metadata is None:
-        raise AssertionError("torch calls finish on rank 0")
     index, extra = f"{save_id}-index.json", f"{save_id}-extra.pt"
-    files[index] = folder.write(index, index_to_json(writer.metadata).encode())
+    files[index] = folder.write(index, index_to_json(writer.index).encode())
     rest = io.BytesIO()
     groups = {key: state.param_groups for key, state in snapshot.optimizers.items()}
     values = {key: state.values for key, state in snapshot.models.items()}
     torch.save({"extra": snapshot.extra, "rng": rng, "param_groups": groups, "shared": shared, "values": values}, rest)
     files[extra] = folder.write(extra, rest.getvalue())
+    writer.write_torch_index()
     models, optimizers = snapshot.records
     return Manifest(world_size, models, optimizers, files, index, extra, _versions())
 

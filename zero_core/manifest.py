@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,21 @@ class FileRecord:
 
     size: int
     crc32: int
+
+
+@dataclass
+class Place(_StorageInfo):
+    """Where a chunk lies.
+
+    Attributes:
+        crc32: checksum of the file up to the chunk, and up to its end: one pass yields the file's and all chunks'.
+    """
+
+    crc32: tuple[int, int] | None = None
+
+    def to_torch(self) -> _StorageInfo:
+        """The same without what torch does not know."""
+        return _StorageInfo(self.relative_path, self.offset, self.length)
 
 
 @dataclass(frozen=True)
@@ -93,18 +109,19 @@ class Manifest:
 
     def to_json(self) -> str:
         """The manifest's file."""
-        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1)
+        content = {"format": FORMAT, **dataclasses.asdict(self)}
+        return json.dumps({**content, "crc32": _checksum(content)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str) -> Manifest:
         """Reads a manifest's file.
 
         Raises:
-            CheckpointError: it is none, or of a newer format.
+            CheckpointError: it is none, changed, or of a newer format.
         """
         try:
             given: dict[str, Any] = json.loads(text)
-            if given.pop("format") != FORMAT:
+            if given["format"] != FORMAT:
                 raise KeyError("format")
             version = int(given["version"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -113,6 +130,8 @@ class Manifest:
             raise CheckpointError(
                 f"{where} has format version {version}, and this zero-redundancy reads up to {VERSION}: update it."
             )
+        if given.pop("crc32", None) != _checksum(given):
+            raise CheckpointError(f"{where} is damaged: its checksum does not match.")
         try:
             return cls(
                 world_size=given["world_size"],
@@ -128,13 +147,17 @@ class Manifest:
             raise CheckpointError(f"{where} is damaged: {error}.") from error
 
 
+def _checksum(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content).encode())
+
+
 def index_to_json(metadata: Metadata) -> str:
     """DCP's metadata, which torch itself keeps as a pickle, as JSON."""
     places = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
 
     def place(fqn: str, offsets: torch.Size | None) -> list[Any]:
         info = places[fqn, offsets]
-        return [info.relative_path, info.offset, info.length]
+        return [info.relative_path, info.offset, info.length, info.crc32]
 
     tensors, values = {}, {}
     for fqn, entry in metadata.state_dict_metadata.items():
@@ -158,10 +181,14 @@ def index_from_json(text: str | bytes) -> Metadata:
         chunks = []
         for offsets, sizes, *place in tensor["chunks"]:
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-            places[MetadataIndex(fqn, torch.Size(offsets))] = _StorageInfo(*place)
+            places[MetadataIndex(fqn, torch.Size(offsets))] = _place(*place)
         properties = TensorProperties(dtype=getattr(torch, tensor["dtype"]))
         entries[fqn] = TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)
     for fqn, place in given["values"].items():
         entries[fqn] = BytesStorageMetadata()
-        places[MetadataIndex(fqn)] = _StorageInfo(*place)
+        places[MetadataIndex(fqn)] = _place(*place)
     return Metadata(entries, storage_data=places)
+
+
+def _place(file: str, offset: int, length: int, crc32: list[int]) -> Place:
+    return Place(file, offset, length, crc32=(crc32[0], crc32[1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import errno
 import io
 import os
@@ -10,7 +11,10 @@ import pickle
 import shutil
 import zlib
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from concurrent.futures import Future as Background
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, BinaryIO, cast
 
 import fsspec
@@ -27,15 +31,17 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
     SavePlan,
     SavePlanner,
-    WriteItemType,
 )
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
+from torch.utils.serialization import config as serialization_config
 
 from zero_core.errors import CheckpointError
-from zero_core.manifest import NAME, FileRecord, Manifest, index_from_json
+from zero_core.layout import dense_stride
+from zero_core.manifest import NAME, FileRecord, Manifest, Place, index_from_json
 
 _BLOCK_BYTES = 4 * 2**20
+_FLUSH_BYTES = 32 * 2**20
 _TORCH_INDEX = ".metadata"
 
 
@@ -75,12 +81,48 @@ class Folder:
         with self.open(name) as file:
             return file.read()
 
+    @contextmanager
+    def writing(self, name: str) -> Iterator[FileWriter]:
+        """Opens a file for writing; at the end of the context it is on the disk.
+
+        Raises:
+            CheckpointError: it cannot be written; says which, and why.
+        """
+        try:
+            with self.fs.open(self / name, "wb") as file, FileWriter(file, self.is_local) as writer:
+                yield writer
+        except Exception as error:
+            raise CheckpointError(f"{self / name} cannot be written: {type(error).__name__}: {error}") from error
+
     def write(self, name: str, data: bytes) -> FileRecord:
         """Writes a whole small file, to stay."""
-        with self.fs.open(self / name, "wb") as file:
+        with self.writing(name) as file:
             file.write(data)
-            flush(file)
-        return FileRecord(len(data), zlib.crc32(data))
+        return file.record
+
+    def read_part(self, file: BinaryIO, place: _StorageInfo, what: str) -> bytes:
+        """What lies at a place in a file that is open.
+
+        Args:
+            file: the file.
+            place: where in it.
+            what: the name of what lies there.
+
+        Raises:
+            CheckpointError: it cannot be read, or is not what was written; names the file and what lies there.
+        """
+        try:
+            file.seek(place.offset)
+            data = file.read(place.length)
+        except Exception as error:
+            raise self.damaged(place.relative_path, what, str(error)) from error
+        if isinstance(place, Place) and place.crc32 and zlib.crc32(data, place.crc32[0]) != place.crc32[1]:
+            raise self.damaged(place.relative_path, what, "its checksum does not match")
+        return data
+
+    def damaged(self, name: str, what: str, why: str) -> CheckpointError:
+        """The error for a part of a file that cannot be used."""
+        return CheckpointError(f"'{what}' in '{name}' of the checkpoint {self.name} is damaged: {why}.")
 
     def names(self) -> list[str]:
         """The files in it."""
@@ -116,6 +158,64 @@ class Folder:
         return Manifest.from_json(self.read(NAME), self / NAME) if self.exists(NAME) else None
 
 
+class FileWriter:
+    """A file that is being written, with its size and checksum; a context, after which it is on the disk.
+
+    The disk works while more is written. An error is kept until it is asked for: raised while torch writes an archive, it
+    would be hidden by the archive's own.
+
+    Args:
+        file: where to.
+        is_local: whether it can be flushed.
+    """
+
+    def __init__(self, file: BinaryIO, is_local: bool) -> None:
+        self.size = 0
+        self.crc32 = 0
+        self._file = file
+        self._error: Exception | None = None
+        self._flushes = ThreadPoolExecutor(1, "zero-checkpoint-flush") if is_local else None
+        self._flushed: list[Background[None]] = []
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._flushes is not None:
+            self._flushes.shutdown()
+        if error is None:
+            self.raise_if_failed()
+            for flushed in self._flushed:
+                flushed.result()
+            flush(self._file)
+
+    @property
+    def record(self) -> FileRecord:
+        """Size and checksum so far."""
+        return FileRecord(self.size, self.crc32)
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Appends; after an error nothing is written any more."""
+        if self._error is None:
+            try:
+                self._file.write(data)
+            except Exception as error:
+                self._error = error
+            self.crc32 = zlib.crc32(data, self.crc32)
+            self.size += len(data)
+            if self._flushes is not None and self.size >= (len(self._flushed) + 1) * _FLUSH_BYTES:
+                self._flushed.append(self._flushes.submit(flush, self._file))
+        return len(data)
+
+    def flush(self) -> None:
+        """Does nothing: torch asks for it after each archive, but only the whole file matters."""
+
+    def raise_if_failed(self) -> None:
+        """Raises the error of a `write` before."""
+        if self._error is not None:
+            raise self._error
+
+
 class Staging:
     """A checkpoint on its way: a directory aside that takes its place when it is complete.
 
@@ -142,11 +242,10 @@ class Staging:
 
     def publish(self, manifest: Manifest) -> None:
         """Makes it the checkpoint. One rank, when all have written."""
+        self.folder.write(NAME, manifest.to_json().encode())
         if not self.target.is_local:
-            self.folder.write(NAME, manifest.to_json().encode())
             self._remove_older(manifest)
             return
-        self.folder.write(NAME, manifest.to_json().encode())
         sync_directory(self.folder.path)
         _replace(self.folder.path, self.target.path)
         sync_directory(os.path.dirname(self.target.path))
@@ -249,7 +348,7 @@ class Writer(StorageWriter):
         self.save_id = save_id
         self._tied = tied
         self.records: dict[str, FileRecord] = {}
-        self.metadata: Metadata | None = None
+        self._index: Metadata | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing is kept between saves."""
@@ -268,27 +367,27 @@ class Writer(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's file; a chunk at a time is in memory twice."""
+        """Writes this rank's file.
+
+        Raises:
+            CheckpointError: the file cannot be written; says which, and why.
+        """
         results: list[WriteResult] = []
         if plan.items:
-            name, crc = str(plan.storage_data), 0
-            with self.folder.fs.open(self.folder / name, "wb") as file:
+            name = str(plan.storage_data)
+            with self.folder.writing(name) as file:
                 for item in plan.items:
-                    data = planner.resolve_data(item)
-                    buffer = data if item.type is WriteItemType.BYTE_IO else _archive(cast(Tensor, data))
-                    content = cast(io.BytesIO, buffer).getbuffer()
-                    offset = file.tell()
-                    file.write(content)
-                    crc = zlib.crc32(content, crc)
-                    results.append(WriteResult(item.index, len(content), _StorageInfo(name, offset, len(content))))
-                flush(file)
-                self.records[name] = FileRecord(file.tell(), crc)
+                    offset, before = file.size, file.crc32
+                    _write_item(file, planner.resolve_data(item))
+                    place = Place(name, offset, file.size - offset, crc32=(before, file.crc32))
+                    results.append(WriteResult(item.index, place.length, place))
+            self.records[name] = file.record
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes torch's own index, for `torch.distributed.checkpoint.load`."""
+        """Keeps the index."""
         metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
         for name, kept in self._tied.items():
             metadata.state_dict_metadata[name] = metadata.state_dict_metadata[kept]
@@ -298,8 +397,19 @@ class Writer(StorageWriter):
                 if index.fqn == kept:
                     metadata.storage_data[type(index)(name, index.offset, index.index)] = place
         metadata.version = "1.0.0"
-        self.metadata = metadata
-        self.folder.write(_TORCH_INDEX, pickle.dumps(metadata))
+        self._index = metadata
+
+    @property
+    def index(self) -> Metadata:
+        """What is where. On the rank that coordinates the save, when all have written."""
+        if self._index is None:
+            raise AssertionError("torch calls finish on rank 0")
+        return self._index
+
+    def write_torch_index(self) -> None:
+        """Writes the index once more as `torch.distributed.checkpoint.load` wants it."""
+        places = {key: place.to_torch() for key, place in self.index.storage_data.items()}
+        self.folder.write(_TORCH_INDEX, pickle.dumps(dataclasses.replace(self.index, storage_data=places)))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -307,11 +417,26 @@ class Writer(StorageWriter):
         return True
 
 
-def _archive(tensor: Tensor) -> io.BytesIO:
-    buffer = io.BytesIO()
-    # Of its own: torch.save would write all that a view is a view of.
-    torch.save(tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format), buffer)
-    return buffer
+def _write_item(file: FileWriter, data: Tensor | io.BytesIO) -> None:
+    if isinstance(data, io.BytesIO):
+        file.write(data.getbuffer())
+        return
+    # torch's reader does not look at the archive's own checksum; the index has one that ours looks at.
+    settings: Any = serialization_config
+    with settings.patch({"save.compute_crc32": False}):
+        torch.save(_on_its_own(data.detach().cpu().resolve_conj().resolve_neg()), cast(BinaryIO, file))
+    file.raise_if_failed()
+
+
+def _on_its_own(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor of its own: torch.save would write all that a view is a view of."""
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    if tensor.stride() != dense_stride(tensor):
+        return tensor.clone(memory_format=torch.contiguous_format)
+    start = tensor.storage_offset() * tensor.element_size()
+    part = tensor.untyped_storage()[start : start + tensor.nbytes]
+    return torch.empty(0, dtype=tensor.dtype).set_(part, 0, tensor.shape, tensor.stride())
 
 
 class IndexedReader(StorageReader):
@@ -388,19 +513,15 @@ class Reader(IndexedReader):
         return self.index.storage_data[item.storage_index]
 
     def _read_chunk(self, file: BinaryIO, items: list[ReadItem], planner: LoadPlanner) -> None:
-        place = self._place(items[0])
-        file.seek(place.offset)
-        content = io.BytesIO(file.read(place.length))
+        place, name = self._place(items[0]), items[0].storage_index.fqn
+        content = io.BytesIO(self.folder.read_part(file, place, name))
         if items[0].type is LoadItemType.BYTE_IO:
             planner.load_bytes(items[0], content)
             return
         try:
             chunk: Tensor = torch.load(content, map_location="cpu", weights_only=True)
         except Exception as error:
-            raise CheckpointError(
-                f"'{items[0].storage_index.fqn}' in '{place.relative_path}' of the checkpoint {self.folder.name} cannot be "
-                f"read: the file is damaged ({error})."
-            ) from error
+            raise self.folder.damaged(place.relative_path, name, str(error)) from error
         content.close()
         for item in items:
             target = planner.resolve_tensor(item).detach()
