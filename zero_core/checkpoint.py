@@ -9,9 +9,11 @@ import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,17 +25,17 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
 from zero_core.collectives import raising_together
-from zero_core.engine import ZeroEngine, engine_of
+from zero_core.engine import ZeroEngine
 from zero_core.errors import CheckpointError
+from zero_core.load_plan import LoadPlan, owner
 from zero_core.manifest import FileRecord, Manifest, ModelRecord, OptimizerRecord, index_to_json
-from zero_core.sharded_state import ModelState, OptimizerLoad, OptimizerState, clean, same
-from zero_core.storage import Folder, Staging, Writer
-from zero_core.stored import Stored, StoredOptimizer, local_planner, open_checkpoint
+from zero_core.sharded_state import EVERYWHERE, ModelState, OptimizerState, same
+from zero_core.storage import Folder, Progress, Staging, Writer
+from zero_core.stored import Stored, local_planner, open_checkpoint
 
 Engines = ZeroEngine | Mapping[str, ZeroEngine]
 Optimizers = Optimizer | Mapping[str, Optimizer] | None
 Path = str | os.PathLike[str]
-T = TypeVar("T")
 
 # One save after the other, each on its way while training goes on.
 _in_background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zero-checkpoint")
@@ -73,6 +75,7 @@ class Snapshot:
             self,
             models={key: state.copy() for key, state in self.models.items()},
             optimizers={key: state.copy() for key, state in self.optimizers.items()},
+            extra=deepcopy(self.extra),
         )
 
 
@@ -98,6 +101,7 @@ def save_checkpoint(
         Exception: writing failed; on all ranks.
     """
     snapshot = _snapshot("save_checkpoint()", engines, optimizers, extra)
+    _wait_for_saves()
     _write(os.fspath(path), snapshot)
 
 
@@ -112,7 +116,7 @@ def async_save_checkpoint(
     Returns:
         a future; `result()` waits for the end and raises what failed.
     """
-    snapshot = _snapshot("async_save_checkpoint()", engines, optimizers, extra).copy()
+    snapshot = _snapshot("async_save_checkpoint()", engines, optimizers, extra, copies=True)
     return _in_background.submit(_write, os.fspath(path), snapshot)
 
 
@@ -145,72 +149,99 @@ def load_checkpoint(
         ranks is the same.
 
     Raises:
-        CheckpointError: it is damaged, or names or shapes do not fit; lists all that do not. On all ranks.
-        ValueError: it has other models or optimizers than asked for, or an optimizer's groups differ.
+        CheckpointError: it is damaged, or names, shapes or an optimizer's groups do not fit; lists all that do not. On all
+            ranks; where something does not fit, nothing was changed.
+        ValueError: it has other models or optimizers than asked for.
     """
-    models, bound = _by_key(engines, "model"), _by_key(optimizers or {}, "optimizer")
+    models, bound, extra = _by_key(engines, "model"), _by_key(optimizers or {}, "optimizer"), extra or {}
     first = _meet("load_checkpoint()", models)
+    _wait_for_saves()
     group = first.checkpoint_group
     with raising_together(group):
         stored = open_checkpoint(os.fspath(path))
-        loaded, targets = _plan_models(stored, models, strict, rename or {})
-        rooms = {key: OptimizerRoom(stored, found, optimizer) for key, optimizer, found in _paired(stored, bound)}
-        for room in rooms.values():
-            targets.update(room.targets)
+        plan = LoadPlan(stored, models, bound, extra, strict, rename or {})
+        targets = plan.targets()
     with ExitStack() as stack:
         for engine in models.values():
             stack.enter_context(engine.overwriting())
         _read(stored, targets, group)
     with raising_together(group):
-        for key, room in rooms.items():
-            room.finish()
-            loaded.optimizers.append(key)
-        for key, item in (extra or {}).items():
-            if key not in stored.extra:
-                raise CheckpointError(f"{path} has no extra '{key}'; it has {sorted(stored.extra) or 'none'}.")
+        plan.finish()
+        for key, item in extra.items():
             item.load_state_dict(stored.extra[key])
     if bound and len(stored.rng) == first.world_size:
         set_random_state(stored.rng[first.rank])
-    return loaded
+    return Loaded(stored.extra, plan.missing, plan.unexpected, list(plan.optimizers))
 
 
-def verify_checkpoint(path: Path) -> Manifest:
+def verify_checkpoint(path: Path, *, progress: Progress | None = None) -> Manifest:
     """Reads every file of a checkpoint and compares it with the manifest. One process is enough; needs no process group.
 
+    Args:
+        path: the checkpoint.
+        progress: called with a file's name, bytes read so far and bytes in all.
+
     Raises:
-        CheckpointError: a file is missing, truncated or changed; names it.
+        CheckpointError: files are missing, truncated or changed; names all of them.
     """
     folder = Folder(path)
     manifest = folder.manifest() if folder.exists() else None
     if manifest is None:
         raise CheckpointError(f"{folder.name} is no checkpoint of zero-redundancy: it has no manifest.")
+    done, total, problems = 0, sum(record.size for record in manifest.files.values()), list[str]()
     for name, record in manifest.files.items():
-        folder.check(name, record)
+        tell = None if progress is None else partial(_tell, progress, name, done, total)
+        try:
+            folder.check(name, record, progress=tell)
+        except CheckpointError as error:
+            problems.append(str(error))
+        done += record.size
+    if problems:
+        raise CheckpointError(" ".join(problems))
     return manifest
+
+
+def _tell(progress: Progress, name: str, before: int, total: int, size: int) -> None:
+    progress(name, before + size, total)
 
 
 # -- saving ----------------------------------------------------------------------------------------------------------
 
 
-def _snapshot(call: str, engines: Engines, optimizers: Optimizers, extra: Mapping[str, Any] | None) -> Snapshot:
+def _snapshot(
+    call: str, engines: Engines, optimizers: Optimizers, extra: Mapping[str, Any] | None, copies: bool = False
+) -> Snapshot:
     models, bound = _by_key(engines, "model"), _by_key(optimizers or {}, "optimizer")
     first = _meet(call, models)
-    with raising_together(first.checkpoint_group):
+    group = first.checkpoint_group
+    with first.raising_together():  # over another group than that of checkpoints, on which a save may be on its way
+        if both := models.keys() & bound.keys():
+            raise ValueError(
+                f"a model and an optimizer have the same key: {', '.join(sorted(both))}. Give each its own."
+            )
         states = {key: engine.model_state() for key, engine in models.items()}
-        owners = {key: _engine_of(key, optimizer, models) for key, optimizer in bound.items()}
-        optimizer_states = {key: owners[key][1].optimizer_state(optimizer) for key, optimizer in bound.items()}
+        owners = {key: owner(key, optimizer, models) for key, optimizer in bound.items()}
+        optimizer_states = {key: models[owners[key]].optimizer_state(optimizer) for key, optimizer in bound.items()}
         records = (
             {
                 key: ModelRecord(engine.config.zero_stage.value, _precision(engine), states[key].tied)
                 for key, engine in models.items()
             },
-            {key: OptimizerRecord(type(optimizer).__name__, owners[key][0]) for key, optimizer in bound.items()},
+            {key: OptimizerRecord(type(optimizer).__name__, owners[key]) for key, optimizer in bound.items()},
         )
         plain = {
             key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in (extra or {}).items()
         }
         check_plain(plain)
-    return Snapshot(states, optimizer_states, records, plain, random_state(), first.checkpoint_group)
+        check_plain({name: value for state in states.values() for name, value in state.values.items()}, "model")
+        check_plain({key: (state.shared, state.param_groups) for key, state in optimizer_states.items()}, "optimizers")
+        snapshot = Snapshot(states, optimizer_states, records, plain, random_state(), group)
+        return snapshot.copy() if copies else snapshot
+
+
+def _wait_for_saves() -> None:
+    """Waits for what is written in the background: the ranks must not mix up its messages with those of another call."""
+    _in_background.submit(lambda: None).result()
 
 
 def _write(path: str, snapshot: Snapshot) -> None:
@@ -311,13 +342,13 @@ def _merge(parts: list[dict[str, dict[str, list[Any]]]]) -> dict[str, dict[str, 
     for entries in merged.values():
         for key, runs in entries.items():
             if all(same(run[2], runs[0][2]) for run in runs):
-                entries[key] = [(0, 2**62, runs[0][2])]
+                entries[key] = [(*EVERYWHERE, runs[0][2])]
     return merged
 
 
-def check_plain(extra: dict[str, Any]) -> None:
+def check_plain(values: Mapping[str, Any], what: str = "extra") -> None:
     """Raises a ValueError that names the value which only a pickle could keep."""
-    for key, value in extra.items():
+    for key, value in values.items():
         buffer = io.BytesIO()
         try:
             torch.save(value, buffer)
@@ -325,7 +356,7 @@ def check_plain(extra: dict[str, Any]) -> None:
             torch.load(buffer, weights_only=True)
         except Exception as error:
             raise ValueError(
-                f"extra['{key}'] (a {type(value).__name__}) holds more than plain values, so only a pickle could keep it: "
+                f"{what}['{key}'] (a {type(value).__name__}) holds more than plain values, so only a pickle could keep it: "
                 f"{str(error).splitlines()[0]} Pass numbers, text, tensors, and lists and dicts of them."
             ) from error
 
@@ -339,146 +370,6 @@ def _versions() -> dict[str, str]:
 
 
 # -- loading ---------------------------------------------------------------------------------------------------------
-
-
-class OptimizerRoom:
-    """One optimizer's part of a load.
-
-    Args:
-        stored: the checkpoint.
-        found: the optimizer in it.
-        optimizer: the one to load.
-
-    Raises:
-        ValueError: the groups do not fit.
-        CheckpointError: a state has another shape than its parameter.
-    """
-
-    def __init__(self, stored: Stored, found: StoredOptimizer, optimizer: Optimizer) -> None:
-        engine = engine_of(optimizer)
-        if engine is None:
-            raise ValueError(f"this {type(optimizer).__name__} is not bound to an engine; call engine.bind(optimizer).")
-        self._load: OptimizerLoad = engine.optimizer_load(optimizer)
-        names = self._load.names()
-        at = {str(number): name for number, name in enumerate(names)} if found.positional else {n: n for n in names}
-        self._groups = _fitting_groups(found, optimizer, self._load)
-        self.targets: dict[str, Any] = {}
-        shapes, whole = self._load.shapes(), dict[tuple[str, str], str]()
-        self._shared = {at[name]: dict(entries) for name, entries in found.shared.items() if name in at}
-        for given, entries in found.tensors.items():
-            if given not in at:
-                continue
-            name = at[given]
-            for key, place in entries.items():
-                entry = stored.entry(place)
-                if key == "step" or (tuple(entry.size) != shapes[name] and entry.size.numel() == 1):
-                    whole[name, key] = place
-                    continue
-                if tuple(entry.size) != shapes[name]:
-                    raise CheckpointError(
-                        f"the state '{key}' of '{name}' has shape {tuple(entry.size)} in {stored.folder.name}, and the "
-                        f"parameter {shapes[name]}."
-                    )
-                room = self._load.room(name, key, entry.properties.dtype)
-                if room is not None:
-                    self.targets[place] = room
-        values = stored.read(whole.values())
-        for (name, key), place in whole.items():
-            self._shared.setdefault(name, {})[key] = [(0, 2**62, values[place])]
-
-    def finish(self) -> None:
-        """Hands over what was read."""
-        self._load.finish(self._shared, self._groups)
-
-
-def _fitting_groups(found: StoredOptimizer, optimizer: Optimizer, load: OptimizerLoad) -> list[dict[str, Any]]:
-    if found.param_groups is None:
-        return [dict(group) for group in optimizer.param_groups]
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    given = [len(group["params"]) for group in found.param_groups]
-    names = [clean(str(name)) for group in found.param_groups for name in group["params"]]
-    if sizes != given or (not found.positional and sorted(names) != sorted(load.names())):
-        raise ValueError(
-            f"the checkpoint's optimizer has groups of {given} parameters, and this {type(optimizer).__name__} of {sizes}"
-            f"{', by other names' if sizes == given else ''}. Make the same groups as the run that saved it, or load the "
-            "weights alone: load_checkpoint(path, engine)."
-        )
-    return found.param_groups
-
-
-def _plan_models(
-    stored: Stored, models: dict[str, ZeroEngine], strict: bool, rename: Mapping[str, str]
-) -> tuple[Loaded, dict[str, Any]]:
-    loaded, targets = Loaded(stored.extra), dict[str, Any]()
-    problems: list[str] = []
-    for key, engine, names in matching(stored.models, models, "model"):
-        state = engine.model_state()
-        names = renamed(names, state.names, rename)
-        shown = f"{key}." if len(models) > 1 else ""
-        missing = [n for n in state.names if n not in names and state.tied.get(n, n) not in names]
-        kept = {kept: n for n, kept in state.tied.items() if n in names}
-        missing = [name for name in missing if name not in kept]
-        loaded.missing += [shown + name for name in missing]
-        loaded.unexpected += [shown + name for name in names if name not in state.names]
-        for name, tensor in state.tensors.items():
-            place = names.get(name) or names.get(kept.get(name, ""))
-            if place is not None and stored.entry(place).size == tensor.shape:
-                targets[place] = tensor
-        problems += [
-            f"'{shown}{name}' has shape {tuple(stored.entry(place).size)} there and {state.names[name]} here"
-            for name, place in names.items()
-            if name in state.names and tuple(stored.entry(place).size) != state.names[name]
-        ]
-        frozen = {clean(n) for n, p in engine.model.named_parameters() if not p.requires_grad}
-        if strict and missing and set(missing) != frozen:
-            problems.append(f"missing there: {', '.join(shown + name for name in missing)}")
-        if strict and (extra := [n for n in names if n not in state.names]):
-            problems.append(f"not in the model: {', '.join(shown + name for name in extra)}")
-    if problems:
-        raise CheckpointError(
-            f"{stored.folder.name} does not fit the model. "
-            + "; ".join(problems)
-            + (". Pass strict=False to load what fits, or rename={'stored prefix': 'model prefix'}." if strict else ".")
-        )
-    return loaded, targets
-
-
-def renamed(names: dict[str, str], wanted: Mapping[str, Any], rename: Mapping[str, str]) -> dict[str, str]:
-    """Stored names as the model's: by the user's prefixes, or by the one prefix that makes them all fit."""
-    for old, new in rename.items():
-        names = {new + n.removeprefix(old) if n.startswith(old) else n: place for n, place in names.items()}
-    if rename or not wanted or not names or any(name in wanted for name in names):
-        return names
-    a_stored, a_wanted = next(iter(names)), next(iter(wanted))
-    for name in names:
-        prefix = name[: -len(a_wanted)] if name.endswith(f".{a_wanted}") else ""
-        if prefix and all(f"{prefix}{w}" in names for w in wanted):
-            return {n.removeprefix(prefix): place for n, place in names.items()}
-    for name in wanted:
-        prefix = name[: -len(a_stored)] if name.endswith(f".{a_stored}") else ""
-        if prefix and all(f"{prefix}{n}" in wanted for n in names):
-            return {prefix + n: place for n, place in names.items()}
-    return names
-
-
-def _paired(stored: Stored, optimizers: Mapping[str, Optimizer]) -> list[tuple[str, Optimizer, StoredOptimizer]]:
-    if optimizers and not stored.optimizers:
-        raise CheckpointError(
-            f"{stored.folder.name} has weights only, and no optimizer's state. Load it without the optimizer, which then "
-            "starts afresh: load_checkpoint(path, engine)."
-        )
-    return list(matching(stored.optimizers, optimizers, "optimizer"))
-
-
-def matching(stored: Mapping[str, T], wanted: Mapping[str, Any], what: str) -> list[tuple[str, Any, T]]:
-    """Pairs by key, or by order where the hosts name them differently and there are equally many."""
-    if all(key in stored for key in wanted):
-        return [(key, item, stored[key]) for key, item in wanted.items()]
-    if len(stored) != len(wanted):
-        raise ValueError(
-            f"the checkpoint has the {what}s {sorted(stored)}, and asked for are {sorted(wanted)}. Pass a dict with them."
-        )
-    return [(key, item, found) for (key, item), found in zip(wanted.items(), stored.values(), strict=True)]
 
 
 def _read(stored: Stored, targets: dict[str, Any], group: dist.ProcessGroup) -> None:
@@ -535,16 +426,6 @@ def _meet(call: str, models: Mapping[str, ZeroEngine]) -> ZeroEngine:
         raise ValueError(f"{call} needs an engine.")
     first.meet(call)
     return first
-
-
-def _engine_of(key: str, optimizer: Optimizer, models: Mapping[str, ZeroEngine]) -> tuple[str, ZeroEngine]:
-    engine = engine_of(optimizer)
-    for name, candidate in models.items():
-        if candidate is engine:
-            return name, candidate
-    raise ValueError(
-        f"'{key}' ({type(optimizer).__name__}) steps parameters of none of the engines given; pass its engine."
-    )
 
 
 def _gather(group: dist.ProcessGroup | None, values: tuple[Any, ...]) -> list[list[Any]]:

@@ -430,6 +430,10 @@ class ZeroEngine:
         """The same ranks, on gloo, for the traffic of checkpoints alone, which may go on beside training. All ranks."""
         return self._collectives.checkpoint_group
 
+    def raising_together(self) -> AbstractContextManager[None]:
+        """See `collectives.raising_together`; over the ranks of this engine. All ranks."""
+        return self._collectives.raising_together()
+
     def model_state(self) -> ModelState:
         """The model's state by name, of which this rank has a part. Sends nothing."""
         return sharded_state.model_state(self.model, self._runtime)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from zero_core.master import Slice
 from zero_core.optimizer import BoundOptimizer, is_elementwise
@@ -18,12 +20,20 @@ from zero_core.shard_tensor import Segment, ShardTensor
 # What wrappers put into names; no checkpoint has it.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
+# Start and stop of a value that holds for a whole parameter, of any size.
+EVERYWHERE = (0, 2**62)
+
 
 def clean(name: str) -> str:
     """A fully qualified name without what `torch.compile` and checkpoint wrappers put into it."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a name in a state dict is that of a module's `get_extra_state()`, which may be a tensor or hold some."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 @dataclass
@@ -34,7 +44,7 @@ class ModelState:
         tensors: by name: of parameters this rank's part, buffers whole.
         names: the names of all tensors, of which this rank has a part or not, with their shapes.
         tied: further names of tensors, each with the one it is kept under.
-        values: what a module keeps beside tensors (`get_extra_state`), by name.
+        values: what modules keep beside parameters and buffers (`get_extra_state`), by name.
     """
 
     tensors: dict[str, ShardTensor | Tensor] = field(default_factory=dict)
@@ -44,7 +54,7 @@ class ModelState:
 
     def copy(self) -> ModelState:
         """The same in host memory of its own."""
-        return dataclasses.replace(self, tensors=_copies(self.tensors))
+        return dataclasses.replace(self, tensors=_copies(self.tensors), values=copy.deepcopy(self.values))
 
 
 @dataclass
@@ -63,7 +73,8 @@ class OptimizerState:
 
     def copy(self) -> OptimizerState:
         """The same in host memory of its own."""
-        return dataclasses.replace(self, tensors={name: _copies(entries) for name, entries in self.tensors.items()})
+        tensors = {name: _copies(entries) for name, entries in self.tensors.items()}
+        return dataclasses.replace(self, tensors=tensors, param_groups=copy.deepcopy(self.param_groups))
 
 
 def model_state(model: nn.Module, runtime: Runtime) -> ModelState:
@@ -77,7 +88,7 @@ def model_state(model: nn.Module, runtime: Runtime) -> ModelState:
         state = model.state_dict(keep_vars=True)
     for key, value in state.items():
         name = clean(key)
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or is_extra_state(name):
             found.values[name] = value
             continue
         found.names[name] = tuple(value.shape)
@@ -100,20 +111,31 @@ def optimizer_state(bound: BoundOptimizer, runtime: Runtime) -> OptimizerState:
     """A bound optimizer's state. Sends nothing."""
     tensors: dict[str, dict[str, ShardTensor]] = {}
     shared: dict[str, dict[str, list[tuple[int, int, Any]]]] = {}
+    whole = _keys_of_whole_slices(bound)
     for param in bound.params:
         _, partition, index = runtime.locate(param)
         layout, name = partition.layout.params[index], clean(runtime.fqn(param))
         columns: dict[str, list[Segment]] = {}
         for item in partition.slices[index]:
             for key, value in bound.optimizer.state.get(item.param, {}).items():
-                if is_elementwise(key, value, tuple(item.param.shape)):
+                if key not in whole and is_elementwise(key, value, tuple(item.param.shape)):
                     columns.setdefault(key, []).append(Segment(item.piece.start, value.detach()))
                 else:
-                    plain = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+                    plain = value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
                     _append(shared.setdefault(name, {}).setdefault(key, []), item, plain)
         if columns:
             tensors[name] = {key: ShardTensor(layout.shape, layout.stride, parts) for key, parts in columns.items()}
     return OptimizerState(tensors, shared, named_groups(bound, runtime))
+
+
+def _keys_of_whole_slices(bound: BoundOptimizer) -> set[str]:
+    """Keys of state that is not per element; a scale of shape (1,) looks so where a slice has one element."""
+    return {
+        key
+        for _, item in bound.slices()
+        for key, value in bound.optimizer.state.get(item.param, {}).items()
+        if isinstance(value, Tensor) and not is_elementwise(key, value, tuple(item.param.shape))
+    }
 
 
 def _append(runs: list[tuple[int, int, Any]], item: Slice, value: Any) -> None:
@@ -124,10 +146,14 @@ def _append(runs: list[tuple[int, int, Any]], item: Slice, value: Any) -> None:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values of optimizer state are equal."""
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    return bool(a == b)
+    """Whether two values of optimizer state are equal; they may hold tensors."""
+    (ours, our_tree), (others, other_tree) = tree_flatten(a), tree_flatten(b)
+    return bool(our_tree == other_tree) and all(
+        x.dtype == y.dtype and torch.equal(x, y)
+        if isinstance(x, Tensor) and isinstance(y, Tensor)
+        else x is y or x == y
+        for x, y in zip(ours, others, strict=True)
+    )
 
 
 def named_groups(bound: BoundOptimizer, runtime: Runtime) -> list[dict[str, Any]]:
@@ -151,64 +177,77 @@ class OptimizerLoad:
         self._bound = bound
         self._runtime = runtime
         self._rooms: dict[str, dict[str, list[Segment]]] = {}
+        self._shared: dict[str, dict[str, list[Any]]] = {}  # a value for each of this rank's slices
         self._where = {clean(runtime.fqn(param)): runtime.locate(param)[1:] for param in bound.params}
 
-    def names(self) -> list[str]:
-        """Names of the optimizer's parameters, in the order of its groups."""
-        return list(self._where)
+    def groups(self) -> list[list[str]]:
+        """Names of the optimizer's parameters, by group."""
+        return [[clean(self._runtime.fqn(param)) for param in params] for params in self._bound.groups]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The parameters' shapes by name."""
         return {name: partition.layout.params[index].shape for name, (partition, index) in self._where.items()}
 
-    def room(self, name: str, key: str, dtype: torch.dtype) -> ShardTensor | None:
-        """Memory for this rank's part of a state with a value per element; `None` where it has no part."""
+    def share(self, name: str, key: str, runs: list[tuple[int, int, Any]]) -> bool:
+        """Takes a state with one value for a whole slice; see `OptimizerState`, of all ranks.
+
+        Returns:
+            whether this run's slices have one value each, too.
+        """
+        values = [_values_at(runs, item) for item in self._slices(name)]
+        self._shared.setdefault(name, {})[key] = [found[0] for found in values]
+        return all(same(value, found[0]) for found in values for value in found)
+
+    def room(self, name: str, key: str, dtype: torch.dtype | None) -> ShardTensor | None:
+        """Memory for this rank's part of a state with a value per element; `None` where it has no part.
+
+        Args:
+            name: the parameter's.
+            key: the state's.
+            dtype: `None` for the parameter's own while it is stepped.
+        """
         partition, index = self._where[name]
-        if dtype.is_floating_point:
-            dtype = partition.master.step_dtype
-        segments = partition.master.state_segments(index, key, dtype)
+        segments = partition.master.state_segments(index, key, dtype or partition.master.step_dtype)
         if not segments:
             return None
         self._rooms.setdefault(name, {})[key] = segments
         layout = partition.layout.params[index]
         return ShardTensor(layout.shape, layout.stride, segments)
 
-    def finish(
-        self, shared: Mapping[str, Mapping[str, list[tuple[int, int, Any]]]], groups: list[dict[str, Any]]
-    ) -> None:
+    def finish(self, groups: list[dict[str, Any]]) -> None:
         """Gives the optimizer what was filled in, and the rest of its state.
 
         Args:
-            shared: see `OptimizerState`, of all ranks.
             groups: hyper-parameters of each group.
         """
-        local: dict[int, dict[str, Any]] = {}
+        state: dict[int, dict[str, Any]] = {}
+        items: list[Slice] = []
         numbers: list[list[int]] = []
-        exact: list[tuple[Slice, dict[str, Tensor]]] = []
-        position = 0
-        for params in self._bound.groups:
+        for names in self.groups():
             numbers.append([])
-            for param in params:
-                name = clean(self._runtime.fqn(param))
-                partition, index = self._where[name]
-                for item in partition.slices[index]:
-                    parts = {key: _cut(segments, item) for key, segments in self._rooms.get(name, {}).items()}
-                    whole = {key: _value_at(name, key, runs, item) for key, runs in shared.get(name, {}).items()}
-                    if parts or whole:
-                        local[position] = {**whole, **parts}
-                        exact.append((item, parts))
-                    numbers[-1].append(position)
-                    position += 1
+            for name in names:
+                for position, item in enumerate(self._slices(name)):
+                    own = {key: copy.deepcopy(values[position]) for key, values in self._shared.get(name, {}).items()}
+                    own |= {key: _cut(segments, item) for key, segments in self._rooms.get(name, {}).items()}
+                    if own:
+                        state[len(items)] = own
+                    numbers[-1].append(len(items))
+                    items.append(item)
         optimizer = self._bound.optimizer
         # How to step is this run's decision, not the checkpoint's.
         choices = [{k: group[k] for k in ("fused", "foreach") if k in group} for group in optimizer.param_groups]
         loaded = [
-            {**{k: v for k, v in group.items() if k != "params"}, **choice, "params": own}
-            for group, choice, own in zip(groups, choices, numbers, strict=True)
+            {**group, **choice, "params": own} for group, choice, own in zip(groups, choices, numbers, strict=True)
         ]
-        optimizer.load_state_dict({"state": local, "param_groups": loaded})
-        for item, parts in exact:  # torch casts to the parameter's dtype, integers too
-            optimizer.state[item.param].update(parts)
+        optimizer.load_state_dict({"state": state, "param_groups": loaded})
+        for number, own in state.items():  # torch casts all but the step count to the parameter's dtype, integers too
+            param = items[number].param
+            tensors = {k: v.to(param.device) for k, v in own.items() if isinstance(v, Tensor) and k != "step"}
+            optimizer.state[param].update(tensors)
+
+    def _slices(self, name: str) -> list[Slice]:
+        partition, index = self._where[name]
+        return partition.slices[index]
 
 
 def _cut(segments: Iterable[Segment], item: Slice) -> Tensor:
@@ -218,15 +257,9 @@ def _cut(segments: Iterable[Segment], item: Slice) -> Tensor:
     raise AssertionError("room is made for whole pieces")
 
 
-def _value_at(name: str, key: str, runs: list[tuple[int, int, Any]], item: Slice) -> Any:
+def _values_at(runs: list[tuple[int, int, Any]], item: Slice) -> list[Any]:
     covering = [value for start, stop, value in runs if start < item.piece.stop and item.piece.start < stop]
-    covering = covering or [runs[0][2]]
-    if not all(same(value, covering[0]) for value in covering):
-        raise ValueError(
-            f"the state '{key}' of '{name}' has one value for each slice of the run that saved it, and this run cuts other "
-            "slices. Load it with the same number of ranks, or leave the optimizer out: load_checkpoint(path, engine)."
-        )
-    return covering[0].clone() if isinstance(covering[0], Tensor) else covering[0]
+    return covering or [runs[0][2]]
 
 
 def _copies(tensors: Mapping[str, Any]) -> dict[str, Any]:

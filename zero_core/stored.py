@@ -24,7 +24,7 @@ from torch.futures import Future
 from zero_core.deferred import SafetensorsFile
 from zero_core.errors import CheckpointError
 from zero_core.manifest import Manifest
-from zero_core.sharded_state import clean
+from zero_core.sharded_state import clean, is_extra_state
 from zero_core.storage import Folder, IndexedReader, Reader, has_torch_index, read_index, recover
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
@@ -192,7 +192,8 @@ def _of_our_own(folder: Folder, manifest: Manifest) -> Stored:
     for name in reader.index.state_dict_metadata:
         key, _, rest = name.partition(".")
         if key in models:
-            models[key][rest] = name
+            if "_extra_state" not in rest.split("."):  # it is in `values`; here for plain torch only
+                models[key][rest] = name
         elif key in optimizers and rest.startswith("state."):
             param, _, entry = rest.removeprefix("state.").rpartition(".")
             if entry not in optimizers[key].shared.get(param, {}):
@@ -276,8 +277,10 @@ def _of_tree(folder: Folder, tree: Any) -> Stored:
     for key, value in ({_MODEL: tree} if _is_model(tree) else tree).items():
         if _is_model(value):
             name = _MODEL if key == "state_dict" else str(key)
-            stored.models[name] = {clean(k): f"{name}.{k}" for k, t in value.items() if isinstance(t, Tensor)}
-            sources.update({f"{name}.{k}": _source(t) for k, t in value.items() if isinstance(t, Tensor)})
+            tensors = {k: t for k, t in value.items() if isinstance(t, Tensor) and not is_extra_state(k)}
+            stored.models[name] = {clean(k): f"{name}.{k}" for k in tensors}
+            stored.values[name] = {clean(k): v for k, v in value.items() if k not in tensors}
+            sources.update({f"{name}.{k}": _source(t) for k, t in tensors.items()})
         elif key == "optimizer_states" and isinstance(value, list):
             for number, state in enumerate(value):
                 stored.optimizers[f"{_OPTIMIZER}_{number}"] = _positional(f"{_OPTIMIZER}_{number}", state, sources)
@@ -335,7 +338,7 @@ def _of_hugging_face(folder: Folder) -> Stored:
 
 def _is_model(value: Any) -> bool:
     return isinstance(value, Mapping) and bool(value) and all(
-        isinstance(k, str) and (isinstance(v, Tensor) or k.endswith("_extra_state")) for k, v in value.items()
+        isinstance(k, str) and (isinstance(v, Tensor) or is_extra_state(k)) for k, v in value.items()
     )  # fmt: skip
 
 
