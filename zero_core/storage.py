@@ -11,10 +11,10 @@ import pickle
 import shutil
 import zlib
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future as Background
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO, cast
 
 import fsspec
@@ -39,6 +39,9 @@ from torch.utils.serialization import config as serialization_config
 from zero_core.errors import CheckpointError
 from zero_core.layout import dense_stride
 from zero_core.manifest import NAME, FileRecord, Manifest, Place, index_from_json
+
+# Told on long work: what was read last, bytes read so far, bytes in all.
+Progress = Callable[[str, int, int], None]
 
 _BLOCK_BYTES = 4 * 2**20
 _FLUSH_BYTES = 32 * 2**20
@@ -128,16 +131,26 @@ class Folder:
         """The files in it."""
         return [str(path).rsplit("/", 1)[-1] for path in self.fs.ls(self.path, detail=False)]
 
-    def record(self, name: str) -> FileRecord:
-        """Size and checksum of a file as it is now; reads all of it."""
+    def record(self, name: str, progress: Callable[[int], None] | None = None) -> FileRecord:
+        """Size and checksum of a file as it is now; reads all of it, and tells `progress` how much it has read."""
         size, crc = 0, 0
         with self.open(name) as file:
             while block := file.read(_BLOCK_BYTES):
                 size, crc = size + len(block), zlib.crc32(block, crc)
+                if progress is not None:
+                    progress(size)
         return FileRecord(size, crc)
 
-    def check(self, name: str, expected: FileRecord, content: bool = True) -> None:
+    def check(
+        self, name: str, expected: FileRecord, content: bool = True, progress: Callable[[int], None] | None = None
+    ) -> None:
         """Compares a file with what the manifest says.
+
+        Args:
+            name: the file.
+            expected: what the manifest says.
+            content: whether to read it; if not, its size is compared.
+            progress: told how many bytes of it are read.
 
         Raises:
             CheckpointError: it is missing, truncated or changed; names it.
@@ -150,7 +163,7 @@ class Folder:
                 f"'{name}' of the checkpoint {self.name} has {size} bytes instead of {expected.size}: it was cut off or "
                 "replaced."
             )
-        if content and self.record(name) != expected:
+        if content and self.record(name, progress) != expected:
             raise CheckpointError(f"'{name}' of the checkpoint {self.name} is damaged: its checksum does not match.")
 
     def manifest(self) -> Manifest | None:
@@ -251,13 +264,14 @@ class Staging:
         sync_directory(os.path.dirname(self.target.path))
 
     def discard(self) -> None:
-        """Removes what a save that failed has written. One rank."""
+        """Removes what a save that failed has written, as far as it can. One rank."""
         if self.target.is_local:
             shutil.rmtree(self.folder.path, ignore_errors=True)
             return
-        for name in self.folder.names():
-            if name.startswith(self.save_id):
-                self.folder.fs.rm(self.folder / name)
+        with suppress(Exception):  # the error of the save matters more
+            for name in self.folder.names():
+                if name.startswith(self.save_id):
+                    self.folder.fs.rm(self.folder / name)
 
     def _remove_older(self, manifest: Manifest) -> None:
         for name in self.folder.names():
@@ -272,7 +286,8 @@ def recover(target: Folder) -> None:
         if os.path.isdir(target.path):
             shutil.rmtree(previous, ignore_errors=True)
         else:
-            os.rename(previous, target.path)
+            with suppress(FileNotFoundError):  # another rank was faster
+                os.rename(previous, target.path)
 
 
 def beside(path: str, what: str) -> str:
