@@ -104,7 +104,7 @@ def compare(
     Raises:
         CheckpointError: one is damaged or missing.
     """
-    first, second = open_checkpoint(os.fspath(a)), open_checkpoint(os.fspath(b))
+    first, second = (open_checkpoint(os.fspath(path), trusted=trusted) for path in (a, b))
     found = Comparison()
     pairs = _model_pairs(first, second)
     if not weights_only:

@@ -100,7 +100,7 @@ def consolidate(
     target = None if out is None else os.fspath(out)
     if target is not None:
         _check_target(target, max_shard_bytes)
-    weights = _Weights.of(open_checkpoint(os.fspath(path)), model, dtype, progress)
+    weights = _Weights.of(open_checkpoint(os.fspath(path), trusted=trusted), model, dtype, progress)
     if target is None:
         return weights.whole()
     place = Folder(target)

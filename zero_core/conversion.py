@@ -17,11 +17,9 @@ from zero_core.checkpoint import Path, Snapshot, check_plain, finish, nested
 from zero_core.errors import CheckpointError
 from zero_core.manifest import ModelRecord, OptimizerRecord
 from zero_core.shard_tensor import Segment, ShardTensor
-from zero_core.sharded_state import ModelState, OptimizerState, clean
+from zero_core.sharded_state import EVERYWHERE, ModelState, OptimizerState, clean
 from zero_core.storage import Folder, Progress, Staging, Writer
 from zero_core.stored import Stored, StoredOptimizer, open_checkpoint
-
-_EVERYWHERE = (0, 2**62)  # a value for a whole parameter, of whatever size
 
 
 def convert(
@@ -44,7 +42,7 @@ def convert(
         CheckpointError: it is damaged, or it cannot be told which parameter an optimizer's state belongs to.
         ValueError: it holds values beside the tensors that are not plain.
     """
-    stored = open_checkpoint(os.fspath(path))
+    stored = open_checkpoint(os.fspath(path), trusted=trusted)
     optimizers = {} if weights_only else {key: named(stored, key) for key in stored.optimizers}
     check_plain(stored.extra)
     source = _Source(stored, progress)
@@ -122,12 +120,12 @@ def _with_names(stored: Stored, model: str, found: StoredOptimizer, names: Mappi
                 tensors.setdefault(names[given], {})[entry] = place
     values = stored.read(whole.values())
     for (name, entry), place in whole.items():
-        shared.setdefault(name, {})[entry] = [(*_EVERYWHERE, values[place].reshape(()))]
+        shared.setdefault(name, {})[entry] = [(*EVERYWHERE, values[place].reshape(()))]
     groups = found.param_groups
     if groups is not None and found.positional:
         numbers = iter(names.values())
         groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
-    return StoredOptimizer(tensors, groups, shared)
+    return dataclasses.replace(found, tensors=tensors, param_groups=groups, shared=shared, positional=False)
 
 
 # -- what is read ----------------------------------------------------------------------------------------------------

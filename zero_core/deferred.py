@@ -35,6 +35,12 @@ class SafetensorsFile:
         """The names in it."""
         return list(self._file.keys())  # type: ignore[no-untyped-call]
 
+    def tied(self) -> dict[str, str]:
+        """Further names of tensors, each with the one in the file, as `safetensors.torch.save_model` notes them."""
+        notes: dict[str, str] = self._file.metadata() or {}  # type: ignore[no-untyped-call]
+        names = set(self.keys())
+        return {name: kept for name, kept in notes.items() if kept in names and name not in names}
+
     def slice(self, key: str) -> Any:
         """A tensor that is read when it is indexed."""
         return self._file.get_slice(key)  # type: ignore[no-untyped-call]

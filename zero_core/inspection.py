@@ -25,7 +25,7 @@ def inspect(path: Path, *, tensors: bool = False, trusted: bool = False) -> dict
     Raises:
         CheckpointError: nothing is there, or nothing that can be read.
     """
-    stored = open_checkpoint(os.fspath(path))
+    stored = open_checkpoint(os.fspath(path), trusted=trusted)
     manifest, files = stored.manifest, _files(stored.folder)
     found = {
         "path": os.fspath(path),
