@@ -168,11 +168,13 @@ def convert_command(
 ) -> None:
     """Write a checkpoint of any format, with its optimizer state, as one of ours, a tensor at a time.
 
-    JSON: path, files.
+    Of what is beside the tensors, plain values come along. JSON: path, files, left_out (names of other values).
     """
     with _bar("convert") as progress:
-        convert(path, out, weights_only=weights_only, trusted=trusted, progress=progress)
-    _written(path, [out], as_json)
+        left_out = convert(path, out, weights_only=weights_only, trusted=trusted, progress=progress)
+    _written(path, [out], as_json, left_out=left_out)
+    if left_out and not as_json:
+        typer.echo(f"Left out, because only a pickle could keep them: {', '.join(left_out)}")
 
 
 @checkpoint.command()
@@ -264,9 +266,9 @@ def _add(table: Table, *cells: str) -> None:
     table.add_row(*(escape(cell) for cell in cells))
 
 
-def _written(path: str, files: list[str], as_json: bool) -> None:
+def _written(path: str, files: list[str], as_json: bool, **more: Any) -> None:
     if as_json:
-        typer.echo(json.dumps({"path": path, "files": files}, indent=2))
+        typer.echo(json.dumps({"path": path, "files": files, **more}, indent=2))
         return
     for file in files:
         typer.echo(f"Written: {file}")

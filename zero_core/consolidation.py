@@ -29,6 +29,7 @@ from zero_core.stored import SAFETENSORS_DTYPES, Stored, open_checkpoint
 Path = str | os.PathLike[str]
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+_SUFFIXES = (".safetensors", *_TORCH_SUFFIXES)
 _INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
@@ -94,7 +95,7 @@ def consolidate(
         the state dict, or the files written.
 
     Raises:
-        CheckpointError: it is damaged, or has no weights.
+        CheckpointError: it is damaged or has no weights, or `out` cannot be written; what was there before stays.
         ValueError: there are several models and `model` names none of them, or `out` is of no such kind.
     """
     target = None if out is None else os.fspath(out)
@@ -104,22 +105,20 @@ def consolidate(
     if target is None:
         return weights.whole()
     place = Folder(target)
-    with _appearing(place) as aside:
-        if target.endswith(_TORCH_SUFFIXES):
-            files = [_write_torch(place, aside, weights)]
-        elif target.endswith(".safetensors"):
-            files = [_write_safetensors(place, aside, place.path, weights, weights.tensors)]
-        else:
-            files = _write_directory(place, aside, weights, max_shard_bytes)
-    if not target.endswith((*_TORCH_SUFFIXES, ".safetensors")):
-        _remove_older(place, files)
+    try:
+        with _appearing(place) as aside:
+            files = _write(place, aside, weights, max_shard_bytes)
+        if not target.endswith(_SUFFIXES):
+            _remove_older(place, files)
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {type(error).__name__}: {error}") from error
     return files if place.is_local else [place.fs.unstrip_protocol(file) for file in files]
 
 
 def _check_target(target: str, max_shard_bytes: int | None) -> None:
     if target.endswith(".ckpt"):
         raise ValueError(f"expected a .safetensors, .pt, .pth or .bin file or a directory, got {target}.")
-    if max_shard_bytes is not None and target.endswith((".safetensors", *_TORCH_SUFFIXES)):
+    if max_shard_bytes is not None and target.endswith(_SUFFIXES):
         raise ValueError(f"max_shard_bytes makes several files, which need a directory as `out`, got {target}.")
     if max_shard_bytes is not None and max_shard_bytes <= 0:
         raise ValueError(f"expected max_shard_bytes above 0, got {max_shard_bytes}.")
@@ -226,6 +225,14 @@ def _appearing(place: Folder) -> Iterator[Callable[[str], str]]:
 Aside = Callable[[str], str]
 
 
+def _write(place: Folder, aside: Aside, weights: _Weights, limit: int | None) -> list[str]:
+    if place.path.endswith(_TORCH_SUFFIXES):
+        return [_write_torch(place, aside, weights)]
+    if place.path.endswith(".safetensors"):
+        return [_write_safetensors(place, aside, place.path, weights, weights.tensors)]
+    return _write_directory(place, aside, weights, limit)
+
+
 def _write_directory(place: Folder, aside: Aside, weights: _Weights, limit: int | None) -> list[str]:
     """The layout of Hugging Face."""
     place.fs.makedirs(place.path, exist_ok=True)
@@ -286,7 +293,7 @@ def _write_safetensors(place: Folder, aside: Aside, path: str, weights: _Weights
     with place.fs.open(aside(path), "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for weight in ordered:
-            _write_content(file, weights.read(weight))
+            file.write(_content(weights.read(weight)))
         flush(file)
     return path
 
@@ -325,8 +332,7 @@ def _fill_torch(path: str, weights: _Weights) -> None:
     checksums: dict[int, int] = {}
     with open(path, "r+b") as file:
         for fake, read in reads:
-            file.seek(at[id(fake)])
-            checksums[at[id(fake)]] = _write_content(file, read())
+            checksums[at[id(fake)]] = _write_at(file, at[id(fake)], _content(read()))
     _set_checksums(path, [checksums[offset] for offset in sorted(checksums)])
 
 
@@ -345,10 +351,17 @@ def _make_directory_of(place: Folder, path: str) -> None:
     place.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
 
-def _write_content(file: BinaryIO, tensor: Tensor) -> int:
-    """Writes a tensor's elements as they lie in memory, without a copy; returns their checksum."""
+def _content(tensor: Tensor) -> memoryview:
+    """A tensor's elements as they lie in memory, without a copy."""
     tensor = tensor.contiguous()
-    content = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # which lives as long as the view does
+    return memoryview(memory).cast("B")
+
+
+def _write_at(file: BinaryIO, offset: int, content: memoryview) -> int:
+    """Writes and returns the checksum."""
+    file.seek(offset)
     file.write(content)
     return zlib.crc32(content)
 

@@ -24,7 +24,7 @@ from zero_core.stored import Stored, StoredOptimizer, open_checkpoint
 
 def convert(
     path: Path, out: Path, *, weights_only: bool = False, trusted: bool = False, progress: Progress | None = None
-) -> None:
+) -> list[str]:
     """Writes a checkpoint of any format as a directory of our own. One process; needs no process group.
 
     One tensor at a time is in memory. Optimizer state comes along; where parameters are numbered instead of named, if
@@ -38,23 +38,34 @@ def convert(
         trusted: open pickles that could run code; see `load_checkpoint`.
         progress: called with a tensor's name, bytes read so far and bytes in all.
 
+    Returns:
+        keys of `extra` that are left out, because they are more than plain values and only a pickle could keep them.
+
     Raises:
         CheckpointError: it is damaged, or it cannot be told which parameter an optimizer's state belongs to.
-        ValueError: it holds values beside the tensors that are not plain.
     """
     stored = open_checkpoint(os.fspath(path), trusted=trusted)
     optimizers = {} if weights_only else {key: named(stored, key) for key in stored.optimizers}
-    check_plain(stored.extra)
+    extra = {key: value for key, value in stored.extra.items() if _is_plain(value)}
     source = _Source(stored, progress)
     snapshot = Snapshot(
         {_key(key): _model_state(source, key) for key in stored.models},
         {_key(key): _optimizer_state(source, found) for key, (found, _) in optimizers.items()},
         _records(stored, optimizers),
-        stored.extra,
+        extra,
         {},
     )
     rng = stored.rng if len(stored.rng) == 1 else []
     _write(Staging(Folder(out), uuid.uuid4().hex[:8]), snapshot, rng)
+    return [key for key in stored.extra if key not in extra]
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        check_plain({"value": value})
+    except ValueError:
+        return False
+    return True
 
 
 def named(stored: Stored, key: str) -> tuple[StoredOptimizer, str]:
@@ -195,7 +206,8 @@ def _optimizer_state(source: _Source, found: StoredOptimizer) -> OptimizerState:
         name: {entry: source.tensor(place) for entry, place in entries.items()}
         for name, entries in found.tensors.items()
     }
-    return OptimizerState(tensors, found.shared, found.param_groups)
+    groups = found.settings if found.param_groups is None else found.param_groups
+    return OptimizerState(tensors, found.shared, groups)
 
 
 def _key(key: str) -> str:

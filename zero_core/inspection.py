@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from zero_core import deepspeed
 from zero_core.checkpoint import Path
 from zero_core.storage import Folder, Reader
 from zero_core.stored import Stored, StoredOptimizer, open_checkpoint
@@ -48,9 +49,9 @@ def _format(stored: Stored) -> str:
         return "zero-redundancy"
     if isinstance(stored.reader, Reader):
         return "torch.distributed.checkpoint"
-    if stored.folder.path.endswith(".safetensors"):
-        return "safetensors"
-    return "Hugging Face" if stored.folder.fs.isdir(stored.folder.path) else "torch"
+    if stored.folder.fs.isdir(stored.folder.path):
+        return "Hugging Face" if deepspeed.find(stored.folder) is None else "DeepSpeed"
+    return "safetensors" if stored.folder.path.endswith(".safetensors") else "torch"
 
 
 def _files(folder: Folder) -> dict[str, int]:

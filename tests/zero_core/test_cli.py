@@ -7,6 +7,7 @@ import re
 import runpy
 import shutil
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,19 @@ def test_what_the_user_can_mend_is_one_line_and_ends_with_2(root: Path, tmp_path
     ):
         error = zero(*arguments, code=2)
         assert error.startswith("zero: ") and expected in error and error.count("\n") == 1
+
+
+def test_pickles_that_could_run_code_are_opened_when_they_are_trusted(tmp_path: Path) -> None:
+    torch.save({"model": trained()[0].state_dict(), "arguments": Namespace(lr=0.1)}, tmp_path / "pickle.pt")
+    for command in (("inspect",), ("consolidate", tmp_path / "out.pt"), ("convert", tmp_path / "out")):
+        name, *rest = command
+        assert "Namespace" in zero(name, tmp_path / "pickle.pt", *rest, code=2)
+    assert as_json("inspect", tmp_path / "pickle.pt", "--trusted")["extra"] == {"arguments": "Namespace"}
+    zero("consolidate", tmp_path / "pickle.pt", tmp_path / "out.pt", "--trusted")
+    # Ours are opened without trust, so nothing goes into them that would need it.
+    assert as_json("convert", tmp_path / "pickle.pt", tmp_path / "out", "--trusted")["left_out"] == ["arguments"]
+    assert as_json("inspect", tmp_path / "out")["extra"] == {}
+    assert as_json("diff", tmp_path / "pickle.pt", tmp_path / "out.pt", "--trusted")["equal"] == 4
 
 
 def test_the_program_runs_by_itself(root: Path) -> None:

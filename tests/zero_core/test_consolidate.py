@@ -210,6 +210,8 @@ def test_what_does_not_fit_is_refused_with_the_reason(root: Path, tmp_path: Path
     torch.save({"weight": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "complex.pt")
     with pytest.raises(ValueError, match=r"no torch.complex128, which 'weight' is of: write a .pt file"):
         consolidate(tmp_path / "complex.pt", tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be written: (FileExists|NotADirectory)Error"):
+        consolidate(root / "ours", tmp_path / "complex.pt" / "model.safetensors")
     with pytest.raises(CheckpointError, match="there is no checkpoint at"):
         consolidate(tmp_path / "nothing")
     assert os.listdir(tmp_path) == ["complex.pt"]
@@ -240,6 +242,5 @@ def test_one_tensor_is_in_memory_beside_a_chunk_of_the_file(root: Path, tmp_path
         finally:
             tracemalloc.stop()
         assert TENSOR_BYTES <= CHUNK_BYTES  # so a chunk is a whole tensor here
-        print(out, tensors.peak, python)
         assert tensors.peak <= 2 * TENSOR_BYTES + 2**16, out  # the tensor, and the chunk that it is copied from
         assert python <= TENSOR_BYTES + 2**21, out  # the chunk as bytes of the file, and all that is small
