@@ -32,6 +32,7 @@ from zero_core.manifest import FileRecord, Manifest, ModelRecord, OptimizerRecor
 from zero_core.sharded_state import EVERYWHERE, ModelState, OptimizerState, same
 from zero_core.storage import Folder, Progress, Staging, Writer
 from zero_core.stored import Stored, local_planner, open_checkpoint
+from zero_core.watchdog import saying_who_is_lost
 
 Engines = ZeroEngine | Mapping[str, ZeroEngine]
 Optimizers = Optimizer | Mapping[str, Optimizer] | None
@@ -165,12 +166,13 @@ def load_checkpoint(
         for engine in models.values():
             stack.enter_context(engine.overwriting())
         _read(stored, targets, group)
+    rng = stored.rng[first.rank] if bound and len(stored.rng) == first.world_size else None
     with raising_together(group):
-        plan.finish()
+        plan.finish({} if rng is None else rng.get("rounding", {}))
         for key, item in extra.items():
             item.load_state_dict(stored.extra[key])
-    if bound and len(stored.rng) == first.world_size:
-        set_random_state(stored.rng[first.rank])
+    if rng is not None:
+        set_random_state(rng)
     return Loaded(stored.extra, plan.missing, plan.unexpected, list(plan.optimizers))
 
 
@@ -217,7 +219,7 @@ def _snapshot(
     with first.raising_together():  # over another group than that of checkpoints, on which a save may be on its way
         if both := models.keys() & bound.keys():
             raise ValueError(
-                f"a model and an optimizer have the same key: {', '.join(sorted(both))}. Give each its own."
+                f"a model and an optimizer have the same key: {', '.join(map(repr, sorted(both)))}. Give each its own."
             )
         states = {key: engine.model_state() for key, engine in models.items()}
         owners = {key: owner(key, optimizer, models) for key, optimizer in bound.items()}
@@ -235,7 +237,8 @@ def _snapshot(
         check_plain(plain)
         check_plain({name: value for state in states.values() for name, value in state.values.items()}, "model")
         check_plain({key: (state.shared, state.param_groups) for key, state in optimizer_states.items()}, "optimizers")
-        snapshot = Snapshot(states, optimizer_states, records, plain, random_state(), group)
+        rng = random_state() | {"rounding": {key: state.rounding for key, state in optimizer_states.items()}}
+        snapshot = Snapshot(states, optimizer_states, records, plain, rng, group)
         return snapshot.copy() if copies else snapshot
 
 
@@ -246,19 +249,21 @@ def _wait_for_saves() -> None:
 
 def _write(path: str, snapshot: Snapshot) -> None:
     group = snapshot.group
-    first = dist.get_rank(group) == 0
-    identity = [uuid.uuid4().hex[:8]]
-    dist.broadcast_object_list(identity, group_src=0, group=group)
-    staging = Staging(Folder(path), identity[0])
-    try:
-        with raising_together(group):
-            if first:
-                staging.prepare()
-        _write_aside(staging, snapshot)
-    except BaseException:
-        if first:
-            staging.discard()
-        raise
+    rank = dist.get_rank(group)
+    staging: Staging | None = None
+    with saying_who_is_lost(rank, f"the save of {path}"):
+        save_id = [uuid.uuid4().hex[:8]]
+        dist.broadcast_object_list(save_id, group_src=0, group=group)
+        try:
+            with raising_together(group):
+                staging = Staging(Folder(path), save_id[0])
+                if rank == 0:
+                    staging.prepare()
+            _write_aside(staging, snapshot)
+        except BaseException:
+            if rank == 0 and staging is not None:
+                staging.discard()
+            raise
 
 
 def _write_aside(staging: Staging, snapshot: Snapshot) -> None:
@@ -438,7 +443,8 @@ def _gather(group: dist.ProcessGroup | None, values: tuple[Any, ...]) -> list[li
 def _raising_own(call: Callable[[], Any], rank: int) -> None:
     """Calls one of DCP's functions, whose errors come as a bundle; raises like `raising_together`."""
     try:
-        call()
+        with saying_who_is_lost(rank, "a checkpoint's reading or writing"):
+            call()
     except CheckpointException as bundle:
         failures = {at: failure[0] for at, failure in bundle.failures.items()}
         if rank in failures:

@@ -32,7 +32,9 @@ from torch.autograd.profiler import record_function
 from zero_core.layout import FlatLayout
 from zero_core.messages import MESSAGE_BYTES, add_own, fill, flat_view, outgoing, plan, sum_in_rank_order
 from zero_core.precision import accumulation_dtype
-from zero_core.watchdog import Watchdog
+from zero_core.watchdog import Watchdog, saying_who_is_lost
+
+_TOUCH_TAG = 2**31 - 1
 
 
 @dataclass
@@ -122,7 +124,9 @@ class _Groups:
         self.gather, self.reduce, self.control = (_new_group(ranks, self.timeout, self._local) for _ in range(3))
         looked_after = len(ranks) > 1 and _backend_for(like, device) == "gloo"
         store = _store(f"zero_core/{like.group_name}/{device.type}") if looked_after else None
-        self.watchdog = Watchdog(store, dist.get_rank(like), len(ranks))
+        others = [rank for rank in ranks if rank != dist.get_rank()]
+        touch = functools.partial(_touch, self.control, others)
+        self.watchdog = Watchdog(store, dist.get_rank(like), len(ranks), touch)
 
     @cached_property
     def checkpoint(self) -> dist.ProcessGroup:
@@ -421,7 +425,8 @@ def raising_together(group: dist.ProcessGroup | None = None, may_fail: bool = Tr
     except Exception as error:
         own = error
     failures: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(failures, None if own is None else f"{type(own).__name__}: {own}", group=group)
+    with saying_who_is_lost(dist.get_rank(group), "a call that all ranks make"):
+        dist.all_gather_object(failures, None if own is None else f"{type(own).__name__}: {own}", group=group)
     if own is not None:
         raise own
     for rank, failure in enumerate(failures):
@@ -500,6 +505,12 @@ def _reduce_scatter_single(out: Tensor, flat: Tensor, group: dist.ProcessGroup) 
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work: Work = call(out, flat, op=dist.ReduceOp.SUM, group=group, async_op=True)
     return work
+
+
+def _touch(group: dist.ProcessGroup, ranks: list[int]) -> None:
+    """Raises where a rank is gone: gloo takes no message for it any more. Nobody receives these."""
+    for rank in ranks:
+        _isend(torch.zeros(1, dtype=torch.uint8), rank, group, _TOUCH_TAG)
 
 
 def _irecv(data: Tensor, src: int, group: dist.ProcessGroup, tag: int) -> Work:

@@ -163,13 +163,16 @@ class OptimizerRoom:
                     )
         values = self._stored.read(whole.values())
         shared += [(given, key, [(*EVERYWHERE, values[place])]) for (given, key), place in whole.items()]
-        for given, key, runs in shared:
-            if given in self._own and not self._load.share(self._own[given], key, runs):
-                self.problems.append(
-                    f"the state '{key}' of '{self._own[given]}' has one value for each slice of the run that saved "
-                    "it, and this run cuts other slices: load it with the same number of ranks, or leave the optimizer out: "
-                    "load_checkpoint(path, engine)"
-                )
+        torn = [
+            f"'{key}' of '{self._own[given]}'"
+            for given, key, runs in shared
+            if given in self._own and not self._load.share(self._own[given], key, runs)
+        ]
+        if torn:
+            self.problems.append(
+                f"the states {', '.join(torn)} have one value for each slice of the run that saved them, and this run cuts "
+                "other slices: load them with the same number of ranks, or the weights alone: load_checkpoint(path, engine)"
+            )
 
     def targets(self) -> dict[str, Tensor]:
         """By the reader's name, room for this rank's part of each tensor."""
@@ -185,10 +188,10 @@ class OptimizerRoom:
                 found[place] = room
         return found
 
-    def finish(self) -> None:
-        """Hands over what was read."""
+    def finish(self, rounding: Mapping[str, Tensor]) -> None:
+        """Hands over what was read; `rounding` is that of `OptimizerState`, of this rank."""
         groups = self._optimizer.param_groups if self._groups is None else self._groups
-        self._load.finish([dict(group) for group in groups])
+        self._load.finish([dict(group) for group in groups], rounding)
 
 
 class LoadPlan:
@@ -223,8 +226,6 @@ class LoadPlan:
             for key, engine, (names, values) in _matching(given, models, "model")
         }
         problems = [problem for key, room in self._models.items() for problem in self._misfits(key, room, strict)]
-        if problems and strict:
-            problems[-1] += " (strict=False loads what fits, rename={'stored prefix': 'model prefix'} renames)"
         if optimizers and not stored.optimizers:
             problems.append(
                 "it has weights only, and no optimizer's state: load it without the optimizer, which then starts afresh: "
@@ -241,7 +242,7 @@ class LoadPlan:
             if key not in stored.extra
         ]
         if problems:
-            raise CheckpointError(f"{stored.folder.name} does not fit. " + "; ".join(problems) + ".")
+            raise CheckpointError(f"{stored.folder.name} does not fit: " + "; ".join(problems) + ".")
 
     def _misfits(self, key: str, room: ModelRoom, strict: bool) -> list[str]:
         shown = self._shown(key, room.misshapen)
@@ -253,6 +254,8 @@ class LoadPlan:
             problems.append(f"missing there: {', '.join(self._shown(key, room.missing))}")
         if strict and room.unexpected:
             problems.append(f"not in the model: {', '.join(self._shown(key, room.unexpected))}")
+        if len(problems) > len(shown):
+            problems[-1] += " (strict=False leaves names out, rename={'stored prefix': 'model prefix'} changes them)"
         return problems
 
     def _shown(self, key: str, names: Iterable[str]) -> list[str]:
@@ -270,16 +273,15 @@ class LoadPlan:
 
     def targets(self) -> dict[str, Tensor]:
         """By the reader's name, what is to be filled on this rank; makes room for it."""
-        return {place: tensor for room in self._rooms for place, tensor in room.targets().items()}
+        rooms = (*(room.targets() for room in self._models.values()), *(o.targets() for o in self.optimizers.values()))
+        return {place: tensor for targets in rooms for place, tensor in targets.items()}
 
-    def finish(self) -> None:
-        """Hands over what was read."""
-        for room in self._rooms:
-            room.finish()
-
-    @property
-    def _rooms(self) -> list[ModelRoom | OptimizerRoom]:
-        return [*self._models.values(), *self.optimizers.values()]
+    def finish(self, rounding: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Hands over what was read; `rounding` is that of `OptimizerState`, of this rank, by optimizer."""
+        for model in self._models.values():
+            model.finish()
+        for key, optimizer in self.optimizers.items():
+            optimizer.finish(rounding.get(key, {}))
 
 
 def owner(key: str, optimizer: Optimizer, models: Mapping[str, ZeroEngine]) -> str:

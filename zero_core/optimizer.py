@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -231,6 +231,16 @@ class BoundOptimizer:
     def _narrow(self, partition: Partition) -> None:
         if partition.dtypes.rounds_stochastically:
             partition.master.narrow(self._generator(partition.master.tensor.device))
+
+    @property
+    def rounding(self) -> dict[str, Tensor]:
+        """By device, the state of the random numbers by which steps are rounded; this rank's own."""
+        return {str(device): generator.get_state() for device, generator in self._rounding.items()}
+
+    @rounding.setter
+    def rounding(self, states: Mapping[str, Tensor]) -> None:
+        for device, state in states.items():
+            self._generator(torch.device(device)).set_state(state)
 
     def _generator(self, device: torch.device) -> torch.Generator:
         # Its own, so that neither the user's random numbers nor the ranks' different shards depend on each other.

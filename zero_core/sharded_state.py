@@ -64,12 +64,15 @@ class OptimizerState:
     Attributes:
         tensors: by parameter's name and key, this rank's part of what has a value per element.
         shared: the same for what has one value for a whole slice (a step count): (start, stop, value) of this rank's.
-        param_groups: hyper-parameters, with names in place of parameters; `None` where what is converted has none.
+        param_groups: hyper-parameters, with names in place of parameters. What was converted may have them by parameter's
+            name, or not at all.
+        rounding: see `BoundOptimizer.rounding`.
     """
 
     tensors: dict[str, dict[str, ShardTensor]]
     shared: dict[str, dict[str, list[tuple[int, int, Any]]]]
-    param_groups: list[dict[str, Any]] | None
+    param_groups: list[dict[str, Any]] | dict[str, dict[str, Any]] | None
+    rounding: Mapping[str, Tensor] = field(default_factory=dict)
 
     def copy(self) -> OptimizerState:
         """The same in host memory of its own."""
@@ -118,6 +121,12 @@ def optimizer_state(bound: BoundOptimizer, runtime: Runtime) -> OptimizerState:
         columns: dict[str, list[Segment]] = {}
         for item in partition.slices[index]:
             for key, value in bound.optimizer.state.get(item.param, {}).items():
+                if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
+                    raise ValueError(
+                        f"the state '{key}' of '{name}' is a {type(value).__name__}, and only plain tensors can be cut and "
+                        "put together again. Save the weights alone, save_checkpoint(path, engine), or use an optimizer whose "
+                        "state is plain tensors."
+                    )
                 if key not in whole and is_elementwise(key, value, tuple(item.param.shape)):
                     columns.setdefault(key, []).append(Segment(item.piece.start, value.detach()))
                 else:
@@ -125,7 +134,7 @@ def optimizer_state(bound: BoundOptimizer, runtime: Runtime) -> OptimizerState:
                     _append(shared.setdefault(name, {}).setdefault(key, []), item, plain)
         if columns:
             tensors[name] = {key: ShardTensor(layout.shape, layout.stride, parts) for key, parts in columns.items()}
-    return OptimizerState(tensors, shared, named_groups(bound, runtime))
+    return OptimizerState(tensors, shared, named_groups(bound, runtime), bound.rounding)
 
 
 def _keys_of_whole_slices(bound: BoundOptimizer) -> set[str]:
@@ -214,11 +223,12 @@ class OptimizerLoad:
         layout = partition.layout.params[index]
         return ShardTensor(layout.shape, layout.stride, segments)
 
-    def finish(self, groups: list[dict[str, Any]]) -> None:
+    def finish(self, groups: list[dict[str, Any]], rounding: Mapping[str, Tensor]) -> None:
         """Gives the optimizer what was filled in, and the rest of its state.
 
         Args:
             groups: hyper-parameters of each group.
+            rounding: see `BoundOptimizer.rounding`.
         """
         state: dict[int, dict[str, Any]] = {}
         items: list[Slice] = []
@@ -240,10 +250,12 @@ class OptimizerLoad:
             {**group, **choice, "params": own} for group, choice, own in zip(groups, choices, numbers, strict=True)
         ]
         optimizer.load_state_dict({"state": state, "param_groups": loaded})
-        for number, own in state.items():  # torch casts all but the step count to the parameter's dtype, integers too
+        self._bound.rounding = rounding
+        # Of all but the step count torch makes the parameter's dtype, of integers too, and of text nonsense.
+        for number, own in state.items():
             param = items[number].param
-            tensors = {k: v.to(param.device) for k, v in own.items() if isinstance(v, Tensor) and k != "step"}
-            optimizer.state[param].update(tensors)
+            exact = {k: v.to(param.device) if isinstance(v, Tensor) else v for k, v in own.items() if k != "step"}
+            optimizer.state[param].update(exact)
 
     def _slices(self, name: str) -> list[Slice]:
         partition, index = self._where[name]

@@ -290,6 +290,24 @@ def recover(target: Folder) -> None:
                 os.rename(previous, target.path)
 
 
+def remove(path: str | os.PathLike[str]) -> None:
+    """Removes a checkpoint that is not needed any more. One process.
+
+    Others see all of it or nothing: where a removal is interrupted, what is left is not taken for a checkpoint, nor for the
+    newest one because its time has changed.
+    """
+    folder = Folder(path)
+    if folder.is_local and os.path.isdir(folder.path):
+        aside = beside(folder.path, "partial")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(folder.path, aside)
+        shutil.rmtree(aside)
+        return
+    if folder.exists(NAME):
+        folder.fs.rm(folder / NAME)
+    folder.fs.rm(folder.path, recursive=True)
+
+
 def beside(path: str, what: str) -> str:
     """Where something on its way to a local path is kept meanwhile."""
     # A leading dot and another ending: no pattern for checkpoints' names matches it.

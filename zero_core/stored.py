@@ -10,22 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.futures import Future
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
+from zero_core import deepspeed
 from zero_core.deferred import SafetensorsFile
 from zero_core.errors import CheckpointError
 from zero_core.manifest import Manifest
-from zero_core.sharded_state import clean, is_extra_state
+from zero_core.pickled import load_mapped, load_plain
+from zero_core.sharded_state import EVERYWHERE, clean, is_extra_state
 from zero_core.storage import Folder, IndexedReader, Reader, has_torch_index, read_index, recover
+from zero_core.tensor_reader import LazyTensor, TensorReader
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 Runs = dict[str, dict[str, list[tuple[int, int, Any]]]]
@@ -38,12 +34,14 @@ class StoredOptimizer:
     Attributes:
         tensors: by parameter's name and key, the name under which the reader finds the tensor.
         param_groups: hyper-parameters, with the parameters' names; `None` where the checkpoint has none.
+        settings: hyper-parameters by parameter's name, where the checkpoint has these instead of groups.
         shared: values of a whole slice that are at hand; see `sharded_state.OptimizerState`.
         positional: whether "names" are the parameters' numbers, counted through the groups.
     """
 
     tensors: dict[str, dict[str, str]] = field(default_factory=dict)
     param_groups: list[dict[str, Any]] | None = None
+    settings: dict[str, dict[str, Any]] | None = None
     shared: Runs = field(default_factory=dict)
     positional: bool = False
 
@@ -106,77 +104,50 @@ def local_planner() -> DefaultLoadPlanner:
     return DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 
-class TensorReader(IndexedReader):
-    """Reads tensors that are indexed lazily: memory-mapped ones, or slices of a safetensors file.
-
-    Args:
-        sources: by name: what indexing reads, shape and dtype.
-    """
-
-    def __init__(self, sources: Mapping[str, tuple[Any, tuple[int, ...], torch.dtype]]) -> None:
-        super().__init__(
-            Metadata(
-                {
-                    name: TensorStorageMetadata(
-                        TensorProperties(dtype=dtype),
-                        torch.Size(shape),
-                        [ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))],
-                    )
-                    for name, (_, shape, dtype) in sources.items()
-                }
-            )
-        )
-        self._sources = sources
-
-    def places(self) -> dict[str, Hashable]:
-        """By name, the memory that holds it; what is read when it is indexed has one name only."""
-        return {
-            name: (source.data_ptr(), shape, source.stride(), dtype)
-            if isinstance(source, Tensor) and source.numel()
-            else name
-            for name, (source, shape, dtype) in self._sources.items()
-        }
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads what the plan names, and no more."""
-        for item in plan.items:
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(self._part(item).reshape(target.shape))
-            planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _part(self, item: ReadItem) -> Tensor:
-        source = self._sources[item.storage_index.fqn][0]
-        region = tuple(slice(at, at + n) for at, n in zip(item.storage_offsets, item.lengths, strict=True))
-        return torch.as_tensor(source[region if region else ...])
-
-
-def open_checkpoint(path: str) -> Stored:
+def open_checkpoint(path: str, *, trusted: bool = False) -> Stored:
     """Opens a checkpoint; reads its small files only.
 
-    Understands, without being told: our own directories, those of `torch.distributed.checkpoint` (FSDP2, Lightning's and
-    Accelerate's FSDP), one file of torch or safetensors, and directories of Hugging Face models and trainers.
+    Understands, without being told:
+
+    - our own directories;
+    - those of `torch.distributed.checkpoint`: of FSDP2, of Lightning's `FSDPStrategy` and `ModelParallelStrategy`, of
+      Accelerate's FSDP; optimizers by name, nested or flattened (`flatten_optimizer_state_dict`);
+    - one file of torch or safetensors: a state dict, a dict of several, a Lightning checkpoint;
+    - directories of Hugging Face models and trainers;
+    - DeepSpeed's directories of ZeRO stage 1 to 3 (the folder with the file `latest`, or the one with the ranks' files):
+      weights in fp32 from the partitions, optimizer state by name, and as `extra` the client state, the scheduler's and
+      the counters. What was divided over ranks in another way too (tensor or pipeline parallelism, experts), and universal
+      checkpoints, are refused.
+
+    Files of torch and DeepSpeed are pickles, which can hold any object, and opening such a one runs code of the file's
+    choice. They are opened as tensors and plain values only; DeepSpeed's own small classes become inert.
+
+    Args:
+        path: the checkpoint.
+        trusted: open what holds more all the same. It can run any code: say so only of files whose origin you know.
 
     Raises:
-        CheckpointError: nothing is there, or nothing that can be read.
+        CheckpointError: nothing is there, or nothing that can be read; or a file holds more than tensors and plain values:
+            names what.
     """
     folder = Folder(path)
     recover(folder)
     if not folder.exists():
         raise CheckpointError(f"there is no checkpoint at {path}.")
     if not folder.fs.isdir(folder.path):
-        return _of_file(folder)
+        return _of_file(folder, trusted)
     manifest = folder.manifest()
     if manifest is not None:
         return _of_our_own(folder, manifest)
     if has_torch_index(folder):
-        return _of_torch(folder, read_index(folder))
+        return _of_torch(folder, read_index(folder), trusted)
+    tag = deepspeed.find(folder)
+    if tag is not None:
+        return _of_deepspeed(tag, trusted)
     below = [name for name in folder.names() if folder.fs.isdir(folder / name) and has_torch_index(folder, f"{name}/")]
     if below:
-        return _of_torch_directories(folder, below)
-    return _of_hugging_face(folder)
+        return _of_torch_directories(folder, below, trusted)
+    return _of_hugging_face(folder, trusted)
 
 
 def _of_our_own(folder: Folder, manifest: Manifest) -> Stored:
@@ -185,10 +156,13 @@ def _of_our_own(folder: Folder, manifest: Manifest) -> Stored:
     reader = Reader(folder, read_index(folder))
     extra = torch.load(io.BytesIO(folder.read(manifest.extra)), map_location="cpu", weights_only=True)
     models: dict[str, dict[str, str]] = {key: {} for key in manifest.models}
-    optimizers = {
-        key: StoredOptimizer(param_groups=extra["param_groups"][key], shared=extra["shared"][key])
-        for key in manifest.optimizers
-    }
+    optimizers: dict[str, StoredOptimizer] = {}
+    for key in manifest.optimizers:
+        groups = extra["param_groups"][key]
+        by_name = isinstance(groups, dict)  # converted from a checkpoint that has them so
+        optimizers[key] = StoredOptimizer(
+            param_groups=None if by_name else groups, settings=groups if by_name else None, shared=extra["shared"][key]
+        )
     for name in reader.index.state_dict_metadata:
         key, _, rest = name.partition(".")
         if key in models:
@@ -201,31 +175,89 @@ def _of_our_own(folder: Folder, manifest: Manifest) -> Stored:
     return Stored(folder, reader, models, optimizers, extra["extra"], extra["rng"], extra["values"], manifest)
 
 
-def _of_torch(folder: Folder, index: Metadata) -> Stored:
-    """A directory of `torch.distributed.checkpoint`: its index says how the state dicts were nested."""
+# -- directories of torch.distributed.checkpoint ---------------------------------------------------------------------
+
+
+def _of_torch(folder: Folder, index: Metadata, trusted: bool) -> Stored:
+    """Its index says how the state dicts were nested."""
     stored = Stored(folder, Reader(folder, index), {}, {})
-    paths = index.planner_data or {name: (name,) for name in index.state_dict_metadata}
-    for name, entry in index.state_dict_metadata.items():
-        path = tuple(str(step) for step in paths.get(name, (name,)))
-        if len(path) >= 3 and path[-3] == "state":
-            optimizer = stored.optimizers.setdefault(".".join(path[:-3]) or _OPTIMIZER, StoredOptimizer())
-            if isinstance(entry, TensorStorageMetadata):
-                optimizer.tensors.setdefault(clean(path[-2]), {})[path[-1]] = name
+    values = _values(stored, trusted)
+    paths = {name: tuple((index.planner_data or {}).get(name, (name,))) for name in index.state_dict_metadata}
+    flat = {path[:-1] for path in paths.values() if str(path[-1]).startswith("param_groups.")}
+    loose: dict[tuple[str, str], dict[str, tuple[Any, ...]]] = {}
+    for name, path in paths.items():
+        root, kind, rest = _place(_unflattened(path) if path[:-1] in flat else path)
+        if kind == "state":
+            _add_state(stored.optimizers.setdefault(root or _OPTIMIZER, StoredOptimizer()), name, rest, values)
+        elif kind == "tensor" and name not in values:
+            stored.models.setdefault(_MODEL if root in ("", "state_dict") else root, {})[clean(rest[0])] = name
+        else:
+            owner, inner = ((root, kind), rest) if kind != "tensor" else (("", "extra"), path)
+            loose.setdefault(owner, {})[name] = inner
+    for (root, kind), names in loose.items():
+        found = {name: values[name] for name in names if name in values}
+        found |= stored.read(name for name in names if name not in values)
+        tree = unflatten_state_dict(found, {name: ("all", *rest) for name, rest in names.items()})["all"]
+        if kind == "param_groups":
+            optimizer = stored.optimizers.setdefault(root or _OPTIMIZER, StoredOptimizer())
+            if isinstance(tree, list):
+                optimizer.param_groups = tree
             else:
-                value = _value(stored, name)
-                optimizer.shared.setdefault(clean(path[-2]), {})[path[-1]] = [(0, 2**62, value)]
-        elif path[-1] == "param_groups" and isinstance(entry, BytesStorageMetadata):
-            optimizer = stored.optimizers.setdefault(".".join(path[:-1]) or _OPTIMIZER, StoredOptimizer())
-            optimizer.param_groups = _value(stored, name)
-        elif isinstance(entry, TensorStorageMetadata):
-            key = ".".join(path[:-1]) or _MODEL
-            stored.models.setdefault(key, {})[clean(path[-1])] = name
-    if folder.exists("meta.pt"):  # Lightning's FSDP
-        stored.extra = _load_file(folder, "meta.pt")
+                optimizer.settings = {clean(str(name)): settings for name, settings in tree.items()}
+        elif kind == "extra_state":
+            stored.values.setdefault(root or _MODEL, {}).update({clean(name): value for name, value in tree.items()})
+        else:
+            stored.extra.update(tree)
+    if folder.exists("meta.pt"):  # Lightning's
+        stored.extra.update(load_plain(io.BytesIO(folder.read("meta.pt")), folder / "meta.pt", trusted))
     return stored
 
 
-def _of_torch_directories(folder: Folder, below: list[str]) -> Stored:
+def _unflattened(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The path that an entry of a flattened optimizer ("state.layer.weight.exp_avg") has in a nested one."""
+    kind, _, rest = str(path[-1]).partition(".")
+    name, _, key = rest.rpartition(".")
+    return (*path[:-1], kind, name, key)
+
+
+def _place(path: tuple[Any, ...]) -> tuple[str, str, tuple[Any, ...]]:
+    """Of an entry the model or optimizer it belongs to, as what, and its path in that."""
+    for at, step in enumerate(path):
+        root = ".".join(map(str, path[:at]))
+        if step == "param_groups":
+            return root, "param_groups", path[at + 1 :]
+        if step == "state" and len(path) - at == 3:
+            return root, "state", path[at + 1 :]
+        if is_extra_state(str(step)):
+            return root, "extra_state", path[at:]
+    return ".".join(map(str, path[:-1])), "tensor", path[-1:]
+
+
+def _add_state(optimizer: StoredOptimizer, place: str, path: tuple[Any, ...], values: Mapping[str, Any]) -> None:
+    name, key = clean(str(path[0])), str(path[1])
+    if place in values:
+        optimizer.shared.setdefault(name, {})[key] = [(*EVERYWHERE, values[place])]
+    else:
+        optimizer.tensors.setdefault(name, {})[key] = place
+
+
+def _values(stored: Stored, trusted: bool) -> dict[str, Any]:
+    """By name, what is not tensors; each was pickled by itself."""
+    folder, index = stored.folder, stored.reader.index
+    found: dict[str, Any] = {}
+    by_file: dict[str, list[tuple[str, Any]]] = {}
+    for item, place in index.storage_data.items():
+        if isinstance(index.state_dict_metadata.get(item.fqn), BytesStorageMetadata):
+            by_file.setdefault(place.relative_path, []).append((item.fqn, place))
+    for path, places in by_file.items():
+        with folder.open(path) as file:
+            for name, place in places:
+                content = io.BytesIO(folder.read_part(file, place, name))
+                found[name] = load_plain(content, f"'{name}' of {folder.name}", trusted)
+    return found
+
+
+def _of_torch_directories(folder: Folder, below: list[str], trusted: bool) -> Stored:
     """Directories beside each other, as Accelerate's FSDP writes: one for each model, one for each optimizer."""
     entries: dict[str, Any] = {}
     places: dict[Any, Any] = {}
@@ -236,78 +268,105 @@ def _of_torch_directories(folder: Folder, below: list[str]) -> Stored:
         entries.update({f"{name}.{key}": entry for key, entry in index.state_dict_metadata.items()})
         paths.update({f"{name}.{key}": (name, *given[key][-3:]) for key in index.state_dict_metadata})
         places.update({type(k)(f"{name}.{k.fqn}", k.offset, k.index): v for k, v in index.storage_data.items()})
-    return _of_torch(folder, Metadata(entries, planner_data=paths, storage_data=places))
+    return _of_torch(folder, Metadata(entries, planner_data=paths, storage_data=places), trusted)
 
 
-def _value(stored: Stored, name: str) -> Any:
-    """A value of a DCP directory that is not a tensor."""
-    reader = stored.reader
-    if not isinstance(reader, Reader):
-        raise AssertionError("only directories hold such values")
-    place = next(place for index, place in reader.index.storage_data.items() if index.fqn == name)
-    with reader.folder.open(place.relative_path) as file:
-        file.seek(place.offset)
-        return _plain(io.BytesIO(file.read(place.length)), f"'{name}' of {stored.folder.name}")
+# -- files and directories of files ----------------------------------------------------------------------------------
 
 
-def _of_file(folder: Folder) -> Stored:
-    if folder.path.endswith(".safetensors"):
-        return _of_safetensors(folder, [folder.path])
-    return _of_tree(folder, _mapped(folder.path, folder) if folder.is_local else _plain_of(folder))
+class _Assembly:
+    """A checkpoint that is put together from state dicts whose tensors are at hand, or are read when they are indexed."""
 
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._tensors: dict[str, LazyTensor] = {}
+        self._models: dict[str, dict[str, str]] = {}
+        self._values: dict[str, dict[str, Any]] = {}
+        self._optimizers: dict[str, StoredOptimizer] = {}
+        self.extra: dict[str, Any] = {}
 
-def _of_safetensors(folder: Folder, files: list[str]) -> Stored:
-    if not folder.is_local:
-        raise CheckpointError(f"{folder.name}: safetensors files are read from local paths only; copy it first.")
-    sources: dict[str, tuple[Any, tuple[int, ...], torch.dtype]] = {}
-    for path in files:
-        file = SafetensorsFile(path)
-        for key in file.keys():
-            part = file.slice(key)
-            sources[key] = (part, tuple(part.get_shape()), SAFETENSORS_DTYPES[part.get_dtype()])
-    return Stored(folder, TensorReader(sources), {_MODEL: {clean(key): key for key in sources}}, {})
+    def stored(self) -> Stored:
+        """The checkpoint."""
+        reader = TensorReader(self._tensors)
+        return Stored(self._folder, reader, self._models, self._optimizers, self.extra, values=self._values)
 
+    def add_model(self, key: str, state: Mapping[str, Any]) -> None:
+        """Adds a model's state dict."""
+        tensors = {name: value for name, value in state.items() if _is_tensor(value) and not is_extra_state(name)}
+        self._models[key] = {clean(name): self._keep(f"{key}.{name}", value) for name, value in tensors.items()}
+        self._values[key] = {clean(name): value for name, value in state.items() if name not in tensors}
 
-def _of_tree(folder: Folder, tree: Any) -> Stored:
-    """A torch file: a state dict, or a dict that holds some (Lightning's, or the usual {"model": ..., "optimizer": ...})."""
-    if not isinstance(tree, Mapping):
-        raise CheckpointError(f"{folder.name} holds a {type(tree).__name__}; expected a state dict or a dict of some.")
-    sources: dict[str, tuple[Any, tuple[int, ...], torch.dtype]] = {}
-    stored = Stored(folder, TensorReader({}), {}, {})
-    for key, value in ({_MODEL: tree} if _is_model(tree) else tree).items():
-        if _is_model(value):
-            name = _MODEL if key == "state_dict" else str(key)
-            tensors = {k: t for k, t in value.items() if isinstance(t, Tensor) and not is_extra_state(k)}
-            stored.models[name] = {clean(k): f"{name}.{k}" for k in tensors}
-            stored.values[name] = {clean(k): v for k, v in value.items() if k not in tensors}
-            sources.update({f"{name}.{k}": _source(t) for k, t in tensors.items()})
-        elif key == "optimizer_states" and isinstance(value, list):
-            for number, state in enumerate(value):
-                stored.optimizers[f"{_OPTIMIZER}_{number}"] = _positional(f"{_OPTIMIZER}_{number}", state, sources)
-        elif isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys():
-            stored.optimizers[str(key)] = _positional(str(key), value, sources)
-        else:
-            stored.extra[str(key)] = value
-    stored.reader = TensorReader(sources)
-    return stored
-
-
-def _positional(key: str, state: Mapping[str, Any], sources: dict[str, Any]) -> StoredOptimizer:
-    found = StoredOptimizer(param_groups=list(state["param_groups"]))
-    ids = [param for group in state["param_groups"] for param in group["params"]]
-    found.positional = all(isinstance(param, int) for param in ids)
-    for number, param in enumerate(ids):
-        for entry, value in state["state"].get(param, {}).items():
+    def add_optimizer(self, key: str, state: Mapping[str, Any]) -> None:
+        """Adds an optimizer's state dict, by number or by name."""
+        groups = state.get("param_groups")
+        found = StoredOptimizer(param_groups=None if groups is None else list(groups))
+        ids = list(state["state"]) if groups is None else [param for group in groups for param in group["params"]]
+        found.positional = all(isinstance(param, int) for param in ids)
+        for number, param in enumerate(ids):
             name = str(number) if found.positional else clean(str(param))
-            if isinstance(value, Tensor) and entry != "step":
-                sources[f"{key}.state.{name}.{entry}"] = _source(value)
-                found.tensors.setdefault(name, {})[entry] = f"{key}.state.{name}.{entry}"
+            for entry, value in state["state"].get(param, {}).items():
+                if _is_tensor(value) and entry != "step":
+                    place = self._keep(f"{key}.state.{name}.{entry}", value)
+                    found.tensors.setdefault(name, {})[entry] = place
+                else:
+                    found.shared.setdefault(name, {})[entry] = [(*EVERYWHERE, value)]
+        self._optimizers[key] = found
+
+    def add_tree(self, tree: Any) -> None:
+        """Adds a state dict, or a dict that holds some (Lightning's, or the usual {"model": ..., "optimizer": ...})."""
+        if not isinstance(tree, Mapping):
+            raise CheckpointError(
+                f"{self._folder.name} holds a {type(tree).__name__}; expected a state dict or a dict of some."
+            )
+        for key, value in ({_MODEL: tree} if _is_model(tree) else tree).items():
+            if _is_model(value):
+                self.add_model(_MODEL if key == "state_dict" else str(key), value)
+            elif key == "optimizer_states" and isinstance(value, list):
+                for number, state in enumerate(value):
+                    self.add_optimizer(f"{_OPTIMIZER}_{number}", state)
+            elif isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys():
+                self.add_optimizer(str(key), value)
             else:
-                found.shared.setdefault(name, {})[entry] = [(0, 2**62, value)]
-    return found
+                self.extra[str(key)] = value
+
+    def _keep(self, place: str, value: Tensor | LazyTensor) -> str:
+        self._tensors[place] = LazyTensor.of(value) if isinstance(value, Tensor) else value
+        return place
 
 
-def _of_hugging_face(folder: Folder) -> Stored:
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, (Tensor, LazyTensor))
+
+
+def _is_model(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value) and all(
+        isinstance(k, str) and (isinstance(v, Tensor) or is_extra_state(k)) for k, v in value.items()
+    )  # fmt: skip
+
+
+def _of_file(folder: Folder, trusted: bool) -> Stored:
+    found = _Assembly(folder)
+    if folder.path.endswith(".safetensors"):
+        found.add_model(_MODEL, _safetensors(folder, [folder.path]))
+    elif folder.is_local:
+        found.add_tree(load_mapped(folder.path, trusted))
+    else:
+        with folder.fs.open(folder.path, "rb") as file:
+            found.add_tree(load_plain(io.BytesIO(file.read()), folder.name, trusted))
+    return found.stored()
+
+
+def _of_deepspeed(folder: Folder, trusted: bool) -> Stored:
+    state = deepspeed.read(folder, trusted)
+    found = _Assembly(folder)
+    found.add_model(_MODEL, state.model)
+    if state.optimizer:
+        found.add_optimizer(_OPTIMIZER, state.optimizer)
+    found.extra = state.extra
+    return found.stored()
+
+
+def _of_hugging_face(folder: Folder, trusted: bool) -> Stored:
     """A directory of a model or trainer: weights in one or several files, optimizer and scheduler beside them."""
     names = folder.names()
     weights = [n for n in names if n.endswith((".safetensors.index.json", ".bin.index.json"))]
@@ -320,66 +379,28 @@ def _of_hugging_face(folder: Folder) -> Stored:
             f"{folder.name} is no checkpoint: it has neither a manifest (a save that was interrupted leaves none) nor "
             f"torch's index nor weights. It holds {sorted(names) or 'nothing'}."
         )
+    found = _Assembly(folder)
     if all(file.endswith(".safetensors") for file in files):
-        stored = _of_safetensors(folder, [folder / file for file in files])
+        found.add_model(_MODEL, _safetensors(folder, [folder / file for file in files]))
     else:
-        merged = {k: v for file in files for k, v in _mapped(folder / file, folder).items()}
-        stored = _of_tree(folder, merged)
-    reader = stored.reader
-    if not isinstance(reader, TensorReader):
-        raise AssertionError("files are read by a TensorReader")
-    sources = dict(reader._sources)
+        found.add_tree({k: v for file in files for k, v in load_mapped(folder / file, trusted).items()})
     for name in ("optimizer.pt", "optimizer.bin"):
         if name in names:
-            stored.optimizers[_OPTIMIZER] = _positional(_OPTIMIZER, _mapped(folder / name, folder), sources)
-            stored.reader = TensorReader(sources)
-    return stored
+            found.add_optimizer(_OPTIMIZER, load_mapped(folder / name, trusted))
+    return found.stored()
 
 
-def _is_model(value: Any) -> bool:
-    return isinstance(value, Mapping) and bool(value) and all(
-        isinstance(k, str) and (isinstance(v, Tensor) or is_extra_state(k)) for k, v in value.items()
-    )  # fmt: skip
-
-
-def _source(tensor: Tensor) -> tuple[Any, tuple[int, ...], torch.dtype]:
-    return tensor, tuple(tensor.shape), tensor.dtype
-
-
-def _mapped(path: str, folder: Folder) -> Any:
-    """A torch file whose tensors are read when they are touched."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError as error:
-        if "mmap" not in str(error):
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-        with open(path, "rb") as file:  # written by a torch before 1.6
-            return _plain(file, path)
-    except Exception as error:
-        raise _refusal(path, error) from error
-
-
-def _plain_of(folder: Folder) -> Any:
-    with folder.fs.open(folder.path, "rb") as file:
-        return _plain(io.BytesIO(file.read()), folder.name)
-
-
-def _load_file(folder: Folder, name: str) -> Any:
-    return _plain(io.BytesIO(folder.read(name)), folder / name)
-
-
-def _plain(file: Any, where: str) -> Any:
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise _refusal(where, error) from error
-
-
-def _refusal(where: str, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{where} holds more than tensors and plain values, so opening it could run code: {str(error).splitlines()[0]} "
-        "If you trust where it comes from, allow what it names with torch.serialization.add_safe_globals([...])."
-    )
+def _safetensors(folder: Folder, files: list[str]) -> dict[str, LazyTensor]:
+    if not folder.is_local:
+        raise CheckpointError(f"{folder.name}: safetensors files are read from local paths only; copy it first.")
+    found: dict[str, LazyTensor] = {}
+    for path in files:
+        file = SafetensorsFile(path)
+        for key in file.keys():
+            part = file.slice(key)
+            found[key] = LazyTensor.whole(part, part.get_shape(), SAFETENSORS_DTYPES[part.get_dtype()])
+        found.update({name: found[kept] for name, kept in file.tied().items()})
+    return found
 
 
 SAFETENSORS_DTYPES = {

@@ -12,18 +12,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import time
 import traceback
 import weakref
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch.distributed as dist
+
 _PATIENCE = 5.0  # seconds in one wait before others are asked
 _INTERVAL = 1.0
+_BROKEN = re.compile("Connection|Broken pipe")
 
 
 class Waitable(Protocol):
@@ -60,11 +66,8 @@ class Operation:
         try:
             self.watchdog.retract(self)
         finally:
-            if isinstance(error, RuntimeError) and error.args and "Connection" in str(error.args[0]):
-                raise RuntimeError(
-                    f"rank {self.watchdog.rank} lost another rank while it waited in {self.what}: that rank ended, or "
-                    "cannot be reached. Its own error says why; look for the first one among all ranks'."
-                ) from error
+            if error is not None:
+                _raise_if_lost(error, self.watchdog.rank, self.what)
 
     def finish(self, work: Waitable, timeout: timedelta) -> None:
         """Waits for `work`, looking up now and then.
@@ -86,6 +89,30 @@ class Operation:
                     raise RuntimeError(verdict)
 
 
+@contextmanager
+def saying_who_is_lost(rank: int, what: str) -> Iterator[None]:
+    """A context in which the error of a connection that broke becomes one that says what it means.
+
+    Args:
+        rank: this rank.
+        what: what it waits in.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        _raise_if_lost(error, rank, what)
+        raise
+
+
+def _raise_if_lost(error: BaseException, rank: int, what: str) -> None:
+    of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error) and _BROKEN.search(str(error))
+    if of_gloo or isinstance(error, dist.DistNetworkError):
+        raise RuntimeError(
+            f"rank {rank} lost another rank while it waited in {what}: that rank ended, or cannot be reached. Its own error "
+            "says why; look for the first one among all ranks'."
+        ) from error
+
+
 class Watchdog:
     """Looks after one set of ranks, from a thread of its own that sleeps while nothing takes long.
 
@@ -93,13 +120,14 @@ class Watchdog:
         store: where ranks leave notes for each other; `None` where there is nothing to look after.
         rank: this rank.
         world_size: their number.
+        touch: raises where a rank cannot be reached any more.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, touch: Callable[[], None]) -> None:
         self.waiting: tuple[Operation, float] | None = None
         self.verdict: str | None = None
         self.rank = rank
-        self._store, self._world_size = store, world_size
+        self._store, self._world_size, self._touch = store, world_size, touch
         self._posted: Counter[str] = Counter()
         self._published: Operation | None = None
         self._before: list[str] | None = None
@@ -119,8 +147,9 @@ class Watchdog:
         """
         operation = self.post(call, interruptible=True)
         key, end, pause = f"{call}/{operation.number}", time.monotonic() + timeout.total_seconds(), 1e-4
-        self._store.add(key, 1)
+        touched, rest = time.monotonic(), _INTERVAL
         with operation:
+            self._store.add(key, 1)
             while self._store.add(key, 0) < self._world_size:
                 late = time.monotonic() > end
                 if self.verdict is not None or late:
@@ -128,6 +157,9 @@ class Watchdog:
                     self._store.add(key, -1)
                     self._posted[call] -= 1
                     raise RuntimeError(verdict or f"not all ranks came to {call} within {timeout}.")
+                if time.monotonic() > touched + rest:  # the store does not tell that a rank is gone
+                    self._touch()
+                    touched, rest = time.monotonic(), min(2 * rest, _PATIENCE)
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
         if operation.number > 1:  # everybody has left the one before
