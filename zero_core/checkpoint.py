@@ -129,11 +129,13 @@ def load_checkpoint(
     *,
     strict: bool = True,
     rename: Mapping[str, str] | None = None,
+    trusted: bool = False,
 ) -> Loaded:
     """Loads a checkpoint into sharded models and their optimizers; each rank reads its part. All ranks.
 
     Takes our own directories and foreign ones, from any number of ranks (see `open_checkpoint`): DCP directories (FSDP2,
-    plain PyTorch, Lightning's and Accelerate's FSDP), one-file torch and safetensors checkpoints, Hugging Face ones.
+    plain PyTorch, Lightning's and Accelerate's FSDP), one-file torch and safetensors checkpoints, Hugging Face ones, and
+    DeepSpeed's of ZeRO stage 1 to 3, each with the optimizer's state.
 
     Args:
         path: the checkpoint.
@@ -144,14 +146,16 @@ def load_checkpoint(
             they are in a checkpoint of adapters.
         rename: beginnings of stored names, each with what to put in its place. What compilers and wrappers put in front
             is left out anyway, and so is a single prefix by which all names differ.
+        trusted: open pickled files (of torch, DeepSpeed) that hold more than tensors and plain values all the same. That
+            can run any code: say so only of files whose origin you know.
 
     Returns:
         what was found beside; random number generators go on where they were if `optimizers` are given and the number of
         ranks is the same.
 
     Raises:
-        CheckpointError: it is damaged, or names, shapes or an optimizer's groups do not fit; lists all that do not. On all
-            ranks; where something does not fit, nothing was changed.
+        CheckpointError: it is damaged, or names, shapes or an optimizer's groups do not fit; lists all that do not. Or a
+            file holds more than plain values; names what. On all ranks; where something does not fit, nothing was changed.
         ValueError: it has other models or optimizers than asked for.
     """
     models, bound, extra = _by_key(engines, "model"), _by_key(optimizers or {}, "optimizer"), extra or {}
@@ -159,7 +163,7 @@ def load_checkpoint(
     _wait_for_saves()
     group = first.checkpoint_group
     with raising_together(group):
-        stored = open_checkpoint(os.fspath(path))
+        stored = open_checkpoint(os.fspath(path), trusted=trusted)
         plan = LoadPlan(stored, models, bound, extra, strict, rename or {})
         targets = plan.targets()
     with ExitStack() as stack:

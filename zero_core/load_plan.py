@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from zero_core.engine import ZeroEngine, engine_of
 from zero_core.errors import CheckpointError
-from zero_core.sharded_state import EVERYWHERE, clean, is_extra_state
+from zero_core.sharded_state import EVERYWHERE, clean, is_extra_state, same
 from zero_core.stored import Stored, StoredOptimizer
 
 T = TypeVar("T")
@@ -85,6 +85,10 @@ class ModelRoom:
         missing = {*self.missing}
         return bool(frozen) and frozen <= missing and not any(_is_trained(name, trained) for name in missing)
 
+    def frozen(self) -> set[str]:
+        """Names of the parameters that are not trained."""
+        return {clean(name) for name, param in self._engine.model.named_parameters() if not param.requires_grad}
+
     def targets(self) -> dict[str, Tensor]:
         """By the reader's name, this rank's part of each tensor, to be filled."""
         return {self._places[n]: tensor for n, tensor in self._state.tensors.items() if n in self._places}
@@ -121,10 +125,11 @@ class OptimizerRoom:
             self._own = {str(number): name for number, name in enumerate(names)}
         else:
             own = {model.kept(name): name for name in names}
-            given = {*found.tensors, *found.shared, *(str(n) for g in found.param_groups or [] for n in g["params"])}
+            given = {*found.tensors, *found.shared, *(found.settings or ())}
+            given |= {str(name) for group in found.param_groups or [] for name in group["params"]}
             self._own = {name: own[kept] for name in given if (kept := model.own_name(name)) in own}
         self.problems = self._fit_groups(found, by_group)
-        self._groups = found.param_groups
+        self._groups = found.param_groups if found.settings is None else self._grouped(found.settings, by_group)
         self._places: dict[tuple[str, str], str] = {}
         self._fit_state(found)
 
@@ -132,6 +137,9 @@ class OptimizerRoom:
         if found.param_groups is None:
             return []
         given = [list(group["params"]) for group in found.param_groups]
+        if not found.positional:  # some leave out what is frozen
+            unknown = self._model.frozen() - {*self._own.values()}
+            by_group = [[name for name in group if name not in unknown] for group in by_group]
         sizes, given_sizes = [len(group) for group in by_group], [len(group) for group in given]
         same_names = found.positional or [
             sorted(self._own.get(str(name), "") for name in group) for group in given
@@ -143,6 +151,19 @@ class OptimizerRoom:
             f"{sizes}{', by other names' if sizes == given_sizes else ''}: make the groups of the run that saved it, or "
             "load the weights alone: load_checkpoint(path, engine)"
         ]
+
+    def _grouped(self, settings: Mapping[str, Any], by_group: list[list[str]]) -> list[dict[str, Any]]:
+        """Each group's settings, from those of its parameters."""
+        known = {self._own[name]: values for name, values in settings.items() if name in self._own}
+        found = [[known[name] for name in group if name in known] for group in by_group]
+        for number, given in enumerate(found):
+            unequal = {key for values in given for key in values if not same(values[key], given[0].get(key))}
+            if unequal:
+                self.problems.append(
+                    f"parameters that are in group {number} here have different values of {', '.join(sorted(unequal))} there: "
+                    "make the groups of the run that saved it, or load the weights alone: load_checkpoint(path, engine)"
+                )
+        return [values[0] if values else own for values, own in zip(found, self._optimizer.param_groups, strict=True)]
 
     def _fit_state(self, found: StoredOptimizer) -> None:
         shapes, whole = self._load.shapes(), dict[tuple[str, str], str]()
