@@ -66,8 +66,8 @@ class Operation:
         try:
             self.watchdog.retract(self)
         finally:
-            if error is not None:
-                _raise_if_lost(error, self.watchdog.rank, self.what)
+            if _is_broken(error):
+                raise _lost(self.watchdog.rank, self.what) from error
 
     def finish(self, work: Waitable, timeout: timedelta) -> None:
         """Waits for `work`, looking up now and then.
@@ -89,28 +89,38 @@ class Operation:
                     raise RuntimeError(verdict)
 
 
+class LostRankError(RuntimeError):
+    """Another rank ended while this one waited for it."""
+
+
 @contextmanager
 def saying_who_is_lost(rank: int, what: str) -> Iterator[None]:
     """A context in which the error of a connection that broke becomes one that says what it means.
 
     Args:
         rank: this rank.
-        what: what it waits in.
+        what: what it waits in; of nested contexts, the outer one's is said.
     """
     try:
         yield
+    except LostRankError as error:
+        raise _lost(rank, what) from error.__cause__
     except RuntimeError as error:
-        _raise_if_lost(error, rank, what)
+        if _is_broken(error):
+            raise _lost(rank, what) from error
         raise
 
 
-def _raise_if_lost(error: BaseException, rank: int, what: str) -> None:
-    of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error) and _BROKEN.search(str(error))
-    if of_gloo or isinstance(error, dist.DistNetworkError):
-        raise RuntimeError(
-            f"rank {rank} lost another rank while it waited in {what}: that rank ended, or cannot be reached. Its own error "
-            "says why; look for the first one among all ranks'."
-        ) from error
+def _is_broken(error: BaseException | None) -> bool:
+    of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error) and _BROKEN.search(str(error)) is not None
+    return of_gloo or isinstance(error, dist.DistNetworkError)
+
+
+def _lost(rank: int, what: str) -> LostRankError:
+    return LostRankError(
+        f"rank {rank} lost another rank while it waited in {what}: that rank ended, or cannot be reached. Its own error "
+        "says why; look for the first one among all ranks'."
+    )
 
 
 class Watchdog:
