@@ -73,6 +73,7 @@ class Report:
         killed: how many, by which ranks.
         saves: saves that were acknowledged.
         checked: checkpoints that were complete after a kill, verified and loaded.
+        unfinished: directories of killed saves that no later save has cleaned up.
         ends: seconds until a rank that was left had ended.
         errors: what such ranks said, and how often.
         losses: what was not as it must be.
@@ -83,6 +84,7 @@ class Report:
     killed: Counter[str] = field(default_factory=Counter)
     saves: int = 0
     checked: int = 0
+    unfinished: int = 0
     ends: list[float] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
     losses: list[str] = field(default_factory=list)
@@ -98,6 +100,7 @@ class Report:
         lines += [f"  {self.kills[phase]:4} {phase}" for phase in PHASES]
         lines += ["killed:", *(f"  {count:4} {ranks}" for ranks, count in sorted(self.killed.items()))]
         lines += [f"complete checkpoints verified and loaded: {self.checked}"]
+        lines += [f"directories of killed saves that are left at the end: {self.unfinished}"]
         if self.ends:
             lines += [
                 f"ranks that were left: {len(self.ends)} ended by themselves, after {statistics.median(self.ends):.1f} s "
@@ -284,6 +287,7 @@ def kill(kills: int, seed: int, folder: str, say: Callable[[str], None]) -> Repo
         finally:
             ranks.end()
     report.saves = board["saves"]
+    report.unfinished = sum(name.endswith(".partial") for name in os.listdir(folder))
     return report
 
 

@@ -8,6 +8,7 @@ import errno
 import io
 import os
 import pickle
+import re
 import shutil
 import zlib
 from collections import defaultdict
@@ -46,6 +47,7 @@ Progress = Callable[[str, int, int], None]
 _BLOCK_BYTES = 4 * 2**20
 _FLUSH_BYTES = 32 * 2**20
 _TORCH_INDEX = ".metadata"
+_EXTRA = re.compile("[0-9a-f]{8}-extra.pt")
 
 
 class Folder:
@@ -167,8 +169,16 @@ class Folder:
             raise CheckpointError(f"'{name}' of the checkpoint {self.name} is damaged: its checksum does not match.")
 
     def manifest(self) -> Manifest | None:
-        """The manifest; `None` where there is none."""
-        return Manifest.from_json(self.read(NAME), self / NAME) if self.exists(NAME) else None
+        """The manifest; `None` where there is none.
+
+        Raises:
+            CheckpointError: it is damaged, or all the rest of a checkpoint of ours is there.
+        """
+        if self.exists(NAME):
+            return Manifest.from_json(self.read(NAME), self / NAME)
+        if self.exists() and any(_EXTRA.fullmatch(name) for name in self.names()):  # torch's own index may be there, too
+            raise CheckpointError(f"'{NAME}' of the checkpoint {self.name} is missing: its save was interrupted.")
+        return None
 
 
 class FileWriter:

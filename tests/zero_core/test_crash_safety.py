@@ -1,0 +1,187 @@
+"""A save that fails or is killed costs nothing but itself; what is damaged is named."""
+
+from __future__ import annotations
+
+import errno
+import glob
+import itertools
+import os
+import re
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import fsspec
+import pytest
+import torch
+import torch.distributed as dist
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
+from torch import nn
+
+from tests.helpers import processes
+from tests.helpers.cases import Cases, check, folder
+from zero_core import (
+    CheckpointError,
+    PartitionedParameterError,
+    ZeroConfig,
+    ZeroEngine,
+    async_save_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    shard,
+    storage,
+    verify_checkpoint,
+    watchdog,
+)
+
+cases = Cases(__name__)
+outcomes = cases.fixture(2)
+
+
+def test_ten_kills_during_saves_lose_nothing(tmp_path: Path) -> None:
+    program = str(processes.ROOT / "benchmarks" / "kill_during_save.py")
+    done = processes.run(sys.executable, program, "--kills", "10", "--quiet", "--folder", str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    assert re.search("^10 kills", done.stdout) and "hangs: 0\nlosses: 0" in done.stdout, done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+class Run:
+    """A sharded model whose every number says which save it belongs to."""
+
+    def __init__(self, stage: int, size: int = 40) -> None:
+        self.model = nn.Linear(size, size)
+        self.engine: ZeroEngine = shard(self.model, ZeroConfig(stage=stage))
+        self.optimizer = self.engine.bind(torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9))
+
+    def become(self, number: int) -> None:
+        self.model(torch.zeros(1, self.model.in_features)).sum().backward()
+        self.optimizer.step()  # makes the momentum
+        self.optimizer.zero_grad()
+        with self.engine.overwriting(), torch.no_grad():
+            for values in self.values():
+                values.fill_(number)
+
+    def values(self) -> list[torch.Tensor]:
+        """This rank's part of all that a checkpoint holds."""
+        parts: list[Any] = [*self.engine.model_state().tensors.values()]
+        for entries in self.engine.optimizer_state(self.optimizer).tensors.values():
+            parts += entries.values()
+        return [segment.values for part in parts for segment in part._segments]
+
+    def save(self, path: str, number: int) -> None:
+        self.become(number)
+        save_checkpoint(path, self.engine, self.optimizer, {"number": number})
+
+    def assert_loads(self, path: str, number: int) -> None:
+        self.become(-1)
+        found = load_checkpoint(path, self.engine, self.optimizer).extra["number"]
+        assert found == number and all(bool((values == number).all()) for values in self.values())
+        if dist.get_rank() == 0:
+            verify_checkpoint(path)
+
+
+@contextmanager
+def raises_on_all(failing: int, *words: str) -> Iterator[None]:
+    """All ranks raise, and the others say which rank failed; the words are in every message."""
+    with pytest.raises((CheckpointError, RuntimeError, OSError)) as caught:
+        yield
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert dist.get_rank() == failing or f"rank {failing} failed" in message, message
+
+
+@contextmanager
+def on_rank(rank: int, target: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    with mock.patch.object(target, name, function if dist.get_rank() == rank else getattr(target, name)):
+        yield
+
+
+def left_behind(root: str) -> list[str]:
+    dist.barrier()
+    found = sorted(name for name in os.listdir(root) if name.endswith((".partial", ".previous")))
+    dist.barrier()
+    return found
+
+
+@cases.at(1, 3)
+def a_writer_that_raises_on_one_rank_raises_on_all(stage: int) -> None:
+    root, run = folder(), Run(stage)
+    place = f"{root}/last"
+    run.save(place, 1)
+
+    def late(*args: Any) -> None:
+        """Fails when rank 0 has long written, with an error that does not survive a journey to another rank."""
+        while not any(os.path.getsize(path) for path in glob.glob(f"{root}/.last.partial/*-0.distcp")):
+            pass
+        raise PartitionedParameterError("weight", 1, 2, "The value", "There is no cure.")
+
+    with on_rank(1, storage, "_write_item", late), raises_on_all(1, "-1.distcp cannot be written", "no cure"):
+        run.save(place, 2)
+    assert left_behind(root) == []
+    run.assert_loads(place, 1)
+    run.save(place, 3)
+    run.assert_loads(place, 3)
+
+    run.become(4)
+    with on_rank(1, storage, "_write_item", late):
+        future = async_save_checkpoint(place, run.engine, run.optimizer)
+        with raises_on_all(1, "-1.distcp cannot be written"):
+            future.result()
+    assert left_behind(root) == []
+    run.assert_loads(place, 3)
+
+
+class FillingUp(DirFileSystem):
+    """A store that runs full in the middle of the files whose name ends in a certain way."""
+
+    protocol = "filling"
+    cachable = False
+    root, ending = "", "nothing"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(path=self.root, fs=LocalFileSystem())
+
+    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        file = super().open(path, mode, **options)
+        if "w" in mode and path.endswith(self.ending):
+            return _FullFile(file)
+        return file
+
+
+class _FullFile:
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def __enter__(self) -> _FullFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.file.close()
+
+    def write(self, data: bytes) -> int:
+        self.file.write(data[:10])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@cases.at(2)
+def a_full_remote_store_is_an_error_that_names_the_file(stage: int) -> None:
+    root, run = folder(), Run(stage)
+    fsspec.register_implementation("filling", FillingUp, clobber=True)
+    FillingUp.root, FillingUp.ending = root, "nothing"
+    run.save("filling://place", 1)
+    before = sorted(os.listdir(f"{root}/place"))
+    dist.barrier()
+    for rank, ending in ((0, "-0.distcp"), (1, "-1.distcp"), (0, "-index.json"), (0, "-extra.pt"), (0, "manifest.json")):
+        FillingUp.ending = ending
+        with raises_on_all(rank, ending, "cannot be written", "No space left on device"):
+            run.save("filling://place", 2)
+        dist.barrier()
+        assert ending == "manifest.json" or sorted(os.listdir(f"{root}/place")) == before
+    FillingUp.ending = "nothing"
