@@ -176,7 +176,8 @@ class Folder:
         """
         if self.exists(NAME):
             return Manifest.from_json(self.read(NAME), self / NAME)
-        if self.exists() and any(_EXTRA.fullmatch(name) for name in self.names()):  # torch's own index may be there, too
+        # Torch's own index may be there, too.
+        if self.exists() and any(_EXTRA.fullmatch(name) for name in self.names()):
             raise CheckpointError(f"'{NAME}' of the checkpoint {self.name} is missing: its save was interrupted.")
         return None
 

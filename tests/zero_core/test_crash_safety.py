@@ -178,7 +178,13 @@ def a_full_remote_store_is_an_error_that_names_the_file(stage: int) -> None:
     run.save("filling://place", 1)
     before = sorted(os.listdir(f"{root}/place"))
     dist.barrier()
-    for rank, ending in ((0, "-0.distcp"), (1, "-1.distcp"), (0, "-index.json"), (0, "-extra.pt"), (0, "manifest.json")):
+    for rank, ending in (
+        (0, "-0.distcp"),
+        (1, "-1.distcp"),
+        (0, "-index.json"),
+        (0, "-extra.pt"),
+        (0, "manifest.json"),
+    ):
         FillingUp.ending = ending
         with raises_on_all(rank, ending, "cannot be written", "No space left on device"):
             run.save("filling://place", 2)
