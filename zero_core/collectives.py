@@ -362,8 +362,8 @@ class Collectives:
                 keep.append(_as_bytes(part.to("cpu")))
                 works += self._transfer(_isend, keep[-1], peer)
                 self.traffic.add("control", keep[-1].numel())
-        for peer in self._peers() if out is not None else ():
-            for start, stop in runs[peer]:
+        if out is not None:
+            for peer, (start, stop) in ((peer, run) for peer in self._peers() for run in runs[peer]):
                 works += self._transfer(_irecv, _as_bytes(out[start:stop]), peer)
         Pending(works, keep=keep, operation=operation).wait()
 

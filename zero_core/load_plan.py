@@ -160,8 +160,8 @@ class OptimizerRoom:
             unequal = {key for values in given for key in values if not same(values[key], given[0].get(key))}
             if unequal:
                 self.problems.append(
-                    f"parameters that are in group {number} here have different {', '.join(sorted(unequal))} there: make the "
-                    "groups of the run that saved it, or load the weights alone: load_checkpoint(path, engine)"
+                    f"parameters that are in group {number} here have different {', '.join(sorted(unequal))} there: make "
+                    "the groups of the run that saved it, or load the weights alone: load_checkpoint(path, engine)"
                 )
         return [values[0] if values else own for values, own in zip(found, self._optimizer.param_groups, strict=True)]
 

@@ -124,8 +124,8 @@ def optimizer_state(bound: BoundOptimizer, runtime: Runtime) -> OptimizerState:
                 if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
                     raise ValueError(
                         f"the state '{key}' of '{name}' is a {type(value).__name__}, and only plain tensors can be cut and "
-                        "put together again. Save the weights alone, save_checkpoint(path, engine), or use an optimizer whose "
-                        "state is plain tensors."
+                        "put together again. Save the weights alone, save_checkpoint(path, engine), or use an optimizer "
+                        "whose state is plain tensors."
                     )
                 if key not in whole and is_elementwise(key, value, tuple(item.param.shape)):
                     columns.setdefault(key, []).append(Segment(item.piece.start, value.detach()))

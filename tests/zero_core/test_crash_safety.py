@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import errno
 import glob
-import itertools
 import os
 import re
-import resource
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 
 from tests.helpers import processes
-from tests.helpers.cases import Cases, check, folder
+from tests.helpers.cases import Cases, folder
 from zero_core import (
     CheckpointError,
     PartitionedParameterError,
@@ -37,7 +34,6 @@ from zero_core import (
     shard,
     storage,
     verify_checkpoint,
-    watchdog,
 )
 
 cases = Cases(__name__)
