@@ -81,7 +81,12 @@ class Snapshot:
 
 
 def save_checkpoint(
-    path: Path, engines: Engines, optimizers: Optimizers = None, extra: Mapping[str, Any] | None = None
+    path: Path,
+    engines: Engines,
+    optimizers: Optimizers = None,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    states: Mapping[str, ModelState] | None = None,
 ) -> None:
     """Saves models, optimizers and everything else into one directory. All ranks.
 
@@ -96,18 +101,24 @@ def save_checkpoint(
         extra: plain values (numbers, text, tensors, lists and dicts of them), and objects with a `state_dict()`
             (schedulers, scalers), of which that is kept. Rank 0's is saved. Random number generators are saved by
             themselves, each rank's own.
+        states: of a model by its key, what to write instead of its state (`ModelState()` for nothing of it).
 
     Raises:
         ValueError: a value of `extra` is not plain.
         Exception: writing failed; on all ranks.
     """
-    snapshot = _snapshot("save_checkpoint()", engines, optimizers, extra)
+    snapshot = _snapshot("save_checkpoint()", engines, optimizers, extra, states)
     _wait_for_saves()
     _write(os.fspath(path), snapshot)
 
 
 def async_save_checkpoint(
-    path: Path, engines: Engines, optimizers: Optimizers = None, extra: Mapping[str, Any] | None = None
+    path: Path,
+    engines: Engines,
+    optimizers: Optimizers = None,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    states: Mapping[str, ModelState] | None = None,
 ) -> Future[None]:
     """`save_checkpoint` that returns when this rank's part is copied into host memory; the rest goes on beside training.
 
@@ -117,12 +128,12 @@ def async_save_checkpoint(
     Returns:
         a future; `result()` waits for the end and raises what failed.
     """
-    snapshot = _snapshot("async_save_checkpoint()", engines, optimizers, extra, copies=True)
+    snapshot = _snapshot("async_save_checkpoint()", engines, optimizers, extra, states, copies=True)
     return _in_background.submit(_write, os.fspath(path), snapshot)
 
 
 def load_checkpoint(
-    path: Path,
+    path: Path | Stored,
     engines: Engines,
     optimizers: Optimizers = None,
     extra: Mapping[str, Any] | None = None,
@@ -138,7 +149,7 @@ def load_checkpoint(
     DeepSpeed's of ZeRO stage 1 to 3, each with the optimizer's state.
 
     Args:
-        path: the checkpoint.
+        path: the checkpoint, or one that this rank has opened (`open_checkpoint`), where its content decides what to load.
         engines: an engine, or several by key.
         optimizers: bound optimizers likewise; `None` leaves them alone.
         extra: objects with a `load_state_dict()`, by the key they were saved under, to restore.
@@ -163,7 +174,7 @@ def load_checkpoint(
     _wait_for_saves()
     group = first.checkpoint_group
     with raising_together(group):
-        stored = open_checkpoint(os.fspath(path), trusted=trusted)
+        stored = path if isinstance(path, Stored) else open_checkpoint(os.fspath(path), trusted=trusted)
         plan = LoadPlan(stored, models, bound, extra, strict, rename or {})
         targets = plan.targets()
     with ExitStack() as stack:
@@ -215,7 +226,12 @@ def _tell(progress: Progress, name: str, before: int, total: int, size: int) -> 
 
 
 def _snapshot(
-    call: str, engines: Engines, optimizers: Optimizers, extra: Mapping[str, Any] | None, copies: bool = False
+    call: str,
+    engines: Engines,
+    optimizers: Optimizers,
+    extra: Mapping[str, Any] | None,
+    given: Mapping[str, ModelState] | None,
+    copies: bool = False,
 ) -> Snapshot:
     models, bound = _by_key(engines, "model"), _by_key(optimizers or {}, "optimizer")
     first = _meet(call, models)
@@ -225,7 +241,7 @@ def _snapshot(
             raise ValueError(
                 f"a model and an optimizer have the same key: {', '.join(map(repr, sorted(both)))}. Give each its own."
             )
-        states = {key: engine.model_state() for key, engine in models.items()}
+        states = {k: given[k] if given and k in given else engine.model_state() for k, engine in models.items()}
         owners = {key: owner(key, optimizer, models) for key, optimizer in bound.items()}
         optimizer_states = {key: models[owners[key]].optimizer_state(optimizer) for key, optimizer in bound.items()}
         records = (

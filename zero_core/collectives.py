@@ -363,8 +363,9 @@ class Collectives:
                 works += self._transfer(_isend, keep[-1], peer)
                 self.traffic.add("control", keep[-1].numel())
         if out is not None:
-            for peer, (start, stop) in ((peer, run) for peer in self._peers() for run in runs[peer]):
-                works += self._transfer(_irecv, _as_bytes(out[start:stop]), peer)
+            for sender in self._peers():
+                for start, stop in runs[sender]:
+                    works += self._transfer(_irecv, _as_bytes(out[start:stop]), sender)
         Pending(works, keep=keep, operation=operation).wait()
 
     def _transfer(self, transfer: Callable[..., Work], data: Tensor, peer: int) -> list[Work]:

@@ -17,6 +17,9 @@ from zero_core.shard_tensor import Segment
 # An optimizer without a fused step makes several passes over each tensor; slices of this size stay in a CPU's cache.
 _CPU_SLICE_NUMEL = 256 * 1024
 
+# Elements that are looked at together where a copy of all of them would show in the memory.
+_COMPARED_NUMEL = 4096
+
 
 @dataclass(frozen=True)
 class Slice:
@@ -118,10 +121,11 @@ class Master:
         keep the digits that only the master has.
         """
         with torch.no_grad():
-            expected = self.tensor.to(written.device, written.dtype)
-            if not torch.equal(written, expected):
-                values = torch.where(written == expected, self.tensor.to(written.device), written.to(self.tensor.dtype))
-                self.tensor.copy_(values)
+            # A part at a time, which costs no memory to speak of.
+            for own, seen in zip(self.tensor.split(_COMPARED_NUMEL), written.split(_COMPARED_NUMEL), strict=True):
+                if not torch.equal(seen, own.to(seen.device, seen.dtype)):
+                    here = own.to(seen.device)
+                    own.copy_(torch.where(seen == here.to(seen.dtype), here, seen.to(own.dtype)))
 
     # -- gradients -------------------------------------------------------------------------------------------------
 

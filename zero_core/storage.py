@@ -271,7 +271,7 @@ class Staging:
             self._remove_older(manifest)
             return
         sync_directory(self.folder.path)
-        _replace(self.folder.path, self.target.path)
+        replace(self.folder.path, self.target.path)
         sync_directory(os.path.dirname(self.target.path))
 
     def discard(self) -> None:
@@ -291,32 +291,34 @@ class Staging:
 
 
 def recover(target: Folder) -> None:
-    """Puts a checkpoint back whose replacement was interrupted, where one rename did not do (see `_replace`)."""
+    """Puts a checkpoint back whose replacement was interrupted, where one rename did not do (see `replace`)."""
     previous = beside(target.path, "previous")
-    if target.is_local and os.path.isdir(previous):
-        if os.path.isdir(target.path):
-            shutil.rmtree(previous, ignore_errors=True)
+    if target.is_local and os.path.exists(previous):
+        if os.path.exists(target.path):
+            _delete(previous)
         else:
             with suppress(FileNotFoundError):  # another rank was faster
                 os.rename(previous, target.path)
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Removes a checkpoint that is not needed any more. One process.
+    """Removes a checkpoint, a directory or a file, that is not needed any more. One process.
 
     Others see all of it or nothing: where a removal is interrupted, what is left is not taken for a checkpoint, nor for the
     newest one because its time has changed.
     """
     folder = Folder(path)
-    if folder.is_local and os.path.isdir(folder.path):
+    if not folder.is_local:
+        if folder.exists(NAME):
+            folder.fs.rm(folder / NAME)
+        folder.fs.rm(folder.path, recursive=True)
+    elif os.path.isdir(folder.path):
         aside = beside(folder.path, "partial")
-        shutil.rmtree(aside, ignore_errors=True)
+        _delete(aside)
         os.rename(folder.path, aside)
-        shutil.rmtree(aside)
-        return
-    if folder.exists(NAME):
-        folder.fs.rm(folder / NAME)
-    folder.fs.rm(folder.path, recursive=True)
+        _delete(aside)
+    else:
+        os.unlink(folder.path)
 
 
 def beside(path: str, what: str) -> str:
@@ -325,23 +327,32 @@ def beside(path: str, what: str) -> str:
     return f"{os.path.dirname(path)}/.{os.path.basename(path)}.{what}"
 
 
-def _replace(source: str, target: str) -> None:
-    """Renames a directory to one that may exist, which then is removed."""
-    if os.path.isdir(target) and _exchange(source, target):
-        shutil.rmtree(source, ignore_errors=True)
-    elif os.path.isdir(target):
+def replace(source: str, target: str) -> None:
+    """Renames a local file or directory to a name that may be another's, which then is removed. One process."""
+    if not os.path.isdir(source) and not os.path.isdir(target):
+        os.replace(source, target)
+    elif os.path.exists(target) and _exchange(source, target):
+        _delete(source)
+    elif os.path.exists(target):
         previous = beside(target, "previous")
         os.rename(target, previous)
         os.rename(source, target)
-        shutil.rmtree(previous, ignore_errors=True)
+        _delete(previous)
     else:
-        if os.path.exists(target):  # a file: the host's own checkpoint of another format
-            os.unlink(target)
         os.rename(source, target)
 
 
+def _delete(path: str) -> None:
+    """Removes a local file or directory, as far as it is there."""
+    if os.path.isdir(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+
+
 def _exchange(a: str, b: str) -> bool:
-    """Swaps two directories in one step, where the system can (Linux, most local file systems)."""
+    """Swaps two files or directories in one step, where the system can (Linux, most local file systems)."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
