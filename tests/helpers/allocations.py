@@ -41,4 +41,8 @@ class PeakBytes(TorchDispatchMode):
 
 
 def _has_memory(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type != "meta" and type(value) is torch.Tensor
+    return (
+        isinstance(value, torch.Tensor)
+        and value.device.type != "meta"
+        and type(value) in (torch.Tensor, torch.nn.Parameter)
+    )
