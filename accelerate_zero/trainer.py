@@ -7,17 +7,28 @@ inheritance, `accelerate_zero.activate` around the methods of `Trainer` itself.
 from __future__ import annotations
 
 import functools
+import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
+
 from accelerate_zero.accelerator import Accelerator
 from accelerate_zero.optimizer import ZeroOptimizer
 from accelerate_zero.plugin import ZeroPlugin
-from zero_core import deferred_loading, engine_of
+from accelerate_zero.staging import aside_of, rotate, staging
+from zero_core import deferred_loading, engine_of, load_checkpoint, save_checkpoint
+from zero_core.checkpoint import random_state, set_random_state
 from zero_core.collectives import raising_together
+from zero_core.sharded_state import ModelState
 
 Stock = Callable[..., Any]
+
+# In a checkpoint. With this name Trainer by itself asks for optimizer.pt, and does not start afresh without a word.
+_OPTIMIZER = "optimizer_zero"
+_SCHEDULER = "scheduler.pt"
 
 
 class ZeroTrainerMixin:
@@ -46,11 +57,23 @@ class ZeroTrainerMixin:
     def _move_model_to_device(self, *args: Any) -> None:
         _move_model_to_device(super()._move_model_to_device, self, *args)  # type: ignore[misc]
 
+    def _get_output_dir(self, *args: Any, **kwargs: Any) -> str:
+        return _get_output_dir(super()._get_output_dir, self, *args, **kwargs)  # type: ignore[misc]
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        _save_checkpoint(super()._save_checkpoint, self, model, trial)  # type: ignore[misc]
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        _push_from_checkpoint(super()._push_from_checkpoint, self, checkpoint_folder)  # type: ignore[misc]
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         _save(super()._save, self, output_dir, state_dict)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         _save_optimizer_and_scheduler(super()._save_optimizer_and_scheduler, self, output_dir)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        _load_optimizer_and_scheduler(super()._load_optimizer_and_scheduler, self, checkpoint)  # type: ignore[misc]
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         _load_from_checkpoint(super()._load_from_checkpoint, self, *args, **kwargs)  # type: ignore[misc]
@@ -83,6 +106,29 @@ def _move_model_to_device(stock: Stock, trainer: Any, *args: Any) -> None:
     """Nothing: the engine brings the model to the device a unit at a time; whole it may not fit."""
 
 
+def _get_output_dir(stock: Stock, trainer: Any, *args: Any, **kwargs: Any) -> str:
+    return aside_of(trainer) or str(stock(*args, **kwargs))
+
+
+def _save_checkpoint(stock: Stock, trainer: Any, model: Any, trial: Any) -> None:
+    if engine_of(trainer.model) is None or aside_of(trainer) is not None:
+        stock(model, trial)
+        return
+    args, state, run_dir = trainer.args, trainer.state, trainer._get_output_dir(trial)
+    target = os.path.join(run_dir, f"checkpoint-{state.global_step}")
+    with staging(trainer, run_dir, target):
+        stock(model, trial)  # its rotation finds nothing to remove where it writes
+    if args.push_to_hub:
+        trainer._push_from_checkpoint(target)
+    if args.should_save:
+        rotate(run_dir, args.save_total_limit, state.best_model_checkpoint)
+
+
+def _push_from_checkpoint(stock: Stock, trainer: Any, checkpoint_folder: str) -> None:
+    if aside_of(trainer) is None:  # else it is not complete, and goes on its way later
+        stock(checkpoint_folder)
+
+
 def _save(stock: Stock, trainer: Any, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
     if state_dict is None and engine_of(trainer.model) is not None:
         state_dict = trainer.accelerator.get_state_dict(trainer.model)
@@ -95,9 +141,33 @@ def _save_optimizer_and_scheduler(stock: Stock, trainer: Any, output_dir: str) -
     if not isinstance(optimizer, ZeroOptimizer):
         stock(output_dir)
         return
-    # Gathered on all ranks here: the Trainer asks for it on the one that writes.
-    with optimizer.holding_state(), raising_together():
-        stock(output_dir)
+    # The weights are whole, in Hugging Face's files beside it.
+    weightless = {"model": ModelState()}
+    save_checkpoint(os.path.join(output_dir, _OPTIMIZER), optimizer.engine, optimizer.optimizer, states=weightless)
+    with raising_together():
+        if trainer.args.should_save:
+            torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
+
+
+def _load_optimizer_and_scheduler(stock: Stock, trainer: Any, checkpoint: str | None) -> None:
+    optimizer = trainer.optimizer
+    if checkpoint is None or not isinstance(optimizer, ZeroOptimizer):
+        stock(checkpoint)
+    elif os.path.isdir(sharded := os.path.join(checkpoint, _OPTIMIZER)):
+        # Trainer puts the generators where they were itself, and not before it has drawn the order of the rows.
+        state = random_state()
+        load_checkpoint(sharded, optimizer.engine, optimizer.optimizer, strict=False)
+        set_random_state(state)
+        with raising_together():
+            trainer.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
+    elif any(os.path.isfile(os.path.join(checkpoint, name)) for name in ("optimizer.pt", "optimizer.bin")):
+        stock(checkpoint)
+    elif trainer.is_world_process_zero():
+        warnings.warn(
+            f"{checkpoint} has the weights alone: the optimizer and the schedule of its learning rate start afresh. "
+            "Checkpoints have both unless save_only_model=True.",
+            stacklevel=2,
+        )
 
 
 def _load_from_checkpoint(stock: Stock, trainer: Any, *args: Any, **kwargs: Any) -> None:

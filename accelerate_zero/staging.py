@@ -1,0 +1,103 @@
+"""Trainer's checkpoints on their way: its own steps write them aside, and they take their place when complete."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from zero_core.collectives import raising_together
+from zero_core.storage import Folder, beside, flush, recover, remove, replace, sync_directory
+
+# Neither `get_last_checkpoint` nor rotation take a name with a leading dot for a checkpoint.
+_LEFT_OVER = re.compile(r"\.checkpoint-\d+\.partial")
+
+# By Trainer, where the save that is on its way writes instead of the run's directory.
+_asides: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
+def aside_of(trainer: Any) -> str | None:
+    """Where a Trainer's save that is on its way writes; `None` where there is none."""
+    return _asides.get(trainer)
+
+
+@contextmanager
+def staging(trainer: Any, run_dir: str, target: str) -> Iterator[None]:
+    """A context in which a Trainer's save is written aside; at its end the checkpoint appears, whole. All ranks.
+
+    Args:
+        trainer: what saves.
+        run_dir: the directory of its checkpoints.
+        target: the checkpoint.
+
+    Raises:
+        Exception: something failed, on all ranks; nothing of the save is left then.
+    """
+    aside, best = beside(target, "partial"), trainer.state.best_model_checkpoint
+    with raising_together():
+        if trainer.args.should_save:
+            _clear(run_dir)
+            recover(Folder(target))
+    _asides[trainer] = aside
+    try:
+        with raising_together():
+            yield
+        with raising_together():
+            _name_best(trainer.args, trainer.state, run_dir, target)
+            if trainer.args.should_save:
+                _publish(trainer.state, aside, target)
+    except BaseException:
+        trainer.state.best_model_checkpoint = best
+        if trainer.args.should_save:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
+    finally:
+        del _asides[trainer]
+
+
+def rotate(run_dir: str, limit: int | None, best: str | None) -> None:
+    """Removes the oldest checkpoints over a limit, but neither the newest nor the best. One process.
+
+    As transformers' `rotate_checkpoints`, of which an interrupted one leaves half a checkpoint, with the newest time.
+    """
+    from transformers.trainer_utils import sort_checkpoints
+
+    if limit is None or limit <= 0:
+        return
+    checkpoints = sort_checkpoints(run_dir, use_mtime=True)
+    kept = {checkpoints[-1]} | ({str(Path(best))} if best else set())
+    excess = max(0, len(checkpoints) - max(limit, len(kept)))
+    for checkpoint in [path for path in checkpoints if path not in kept][:excess]:
+        with suppress(OSError):  # what is left has no checkpoint's name; the next save removes it
+            remove(checkpoint)
+
+
+def _clear(run_dir: str) -> None:
+    for path in Path(run_dir).iterdir() if os.path.isdir(run_dir) else ():
+        if _LEFT_OVER.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _name_best(args: Any, state: Any, run_dir: str, target: str) -> None:
+    """Trainer looked for the best checkpoint beside the one it wrote."""
+    best = os.path.join(run_dir, f"checkpoint-{state.best_global_step}")
+    if state.best_global_step and args.save_strategy != "no" and (best == target or os.path.isdir(best)):
+        state.best_model_checkpoint = best
+
+
+def _publish(state: Any, aside: str, target: str) -> None:
+    written = os.path.join(aside, os.path.basename(target))
+    state.save_to_json(os.path.join(written, "trainer_state.json"))
+    for folder, _, names in os.walk(written):
+        for name in names:
+            with open(os.path.join(folder, name), "rb") as file:
+                flush(file)
+        sync_directory(folder)
+    replace(written, target)
+    sync_directory(os.path.dirname(target))
+    os.rmdir(aside)
