@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Generator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -14,6 +16,8 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.strategy import Strategy
@@ -23,9 +27,21 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
+from lightning_zero import checkpoint as sharded
 from lightning_zero.precision import ZeroPrecision
-from zero_core import MixedPrecision, Offload, ZeroConfig, ZeroEngine, ZeroStage, deferred_loading, shard
-from zero_core.collectives import destroy_process_groups_at_exit
+from zero_core import (
+    MixedPrecision,
+    Offload,
+    ZeroConfig,
+    ZeroEngine,
+    ZeroStage,
+    async_save_checkpoint,
+    deferred_loading,
+    load_checkpoint,
+    save_checkpoint,
+    shard,
+)
+from zero_core.collectives import destroy_process_groups_at_exit, raising_together
 
 
 class ZeroStrategy(DDPStrategy):
@@ -42,6 +58,8 @@ class ZeroStrategy(DDPStrategy):
         local_accumulation: where gradients wait under `accumulate_grad_batches`.
         precision: a `zero_core.MixedPrecision` or its name, instead of `Trainer(precision=...)`.
         offload: "optimizer", "all" (stage 3: the weights' shards too), or a `zero_core.Offload`.
+        save_format: "sharded": checkpoints are directories into which each rank writes its part; they load at any number
+            of ranks and stage. "full": one plain Lightning file, for which rank 0 gathers everything. Both are read.
         accelerator: this and the following are Lightning's own (see `DDPStrategy`).
         parallel_devices: devices of this node's processes.
         cluster_environment: how ranks find each other.
@@ -66,6 +84,7 @@ class ZeroStrategy(DDPStrategy):
         local_accumulation: bool | None = None,
         precision: MixedPrecision | str | None = None,
         offload: Offload | str | None = None,
+        save_format: Literal["sharded", "full"] = "sharded",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -75,6 +94,9 @@ class ZeroStrategy(DDPStrategy):
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
+        if save_format not in ("sharded", "full"):
+            raise ValueError(f"expected save_format='sharded' or 'full', got {save_format!r}.")
+        self.save_format = save_format
         self.config = ZeroConfig(
             stage=stage,
             unit_classes=unit_classes,
@@ -96,6 +118,9 @@ class ZeroStrategy(DDPStrategy):
         )
         self._engine: ZeroEngine | None = None
         self._failed = False
+        self._opened: sharded.Opened | None = None  # from `load_checkpoint` until its state is handed out
+        self._save: Future[None] | None = None  # the latest one that goes on beside training
+        self._superseded: list[str | Path] = []  # to be removed when that one is complete
 
     # -- what Lightning sets ---------------------------------------------------------------------------------------
 
@@ -169,6 +194,7 @@ class ZeroStrategy(DDPStrategy):
         if engine is None or self._failed:
             self._teardown_rest(move_module=False)
             return
+        self._finish_save()
         whole = not self.config.zero_stage.shards_parameters or self._all_ranks_have_room(engine)
         if whole:
             engine.close()
@@ -245,22 +271,102 @@ class ZeroStrategy(DDPStrategy):
         """Weights and optimizer state are loaded into shards, so after set-up."""
         return True
 
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes whole files and removes checkpoints."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = sharded.CheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
+            self._checkpoint_io.checkpoint_io = sharded.CheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole state dict, on rank 0 (empty elsewhere). All ranks."""
+        """This rank's part of the state; for `save_format="full"` all of it on rank 0, `{}` elsewhere. All ranks."""
+        if self.save_format == "sharded":
+            return sharded.to_dict(self.engine.model_state())
         return self.engine.full_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole optimizer state in plain torch's layout, on rank 0. All ranks."""
+        """The whole optimizer state in plain torch's layout, on rank 0. All ranks. Sharded saves take it later."""
+        if self.save_format == "sharded":
+            return {}
         return self.engine.full_optimizer_state_dict(getattr(optimizer, "optimizer", optimizer))
 
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Writes a checkpoint that appears when it is complete. All ranks.
+
+        With `plugins=AsyncCheckpointIO()` the files are written beside training.
+
+        Raises:
+            ValueError: a callback, the module or a scheduler keeps a value that is not plain (sharded format).
+            Exception: writing failed; on all ranks. Of a save beside training: at the next one, or at the end.
+        """
+        if self.save_format == "full":
+            with raising_together():
+                super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            return
+        with raising_together():
+            rest = sharded.rest_of(checkpoint)
+        optimizers = self._optimizers_by_key() if "optimizer_states" in checkpoint else {}
+        states = {"model": sharded.from_dict(checkpoint["state_dict"])}
+        if isinstance(self.checkpoint_io, AsyncCheckpointIO):
+            self._finish_save()
+            self._save = async_save_checkpoint(filepath, self.engine, optimizers, rest, states=states)
+        else:
+            save_checkpoint(filepath, self.engine, optimizers, rest, states=states)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Removes a checkpoint; where a save is on its way beside training, once that one is complete. All ranks."""
+        if self._save is not None:
+            self._superseded.append(filepath)
+        elif self.is_global_zero:
+            self.checkpoint_io.remove_checkpoint(filepath)
+
+    def _finish_save(self) -> None:
+        """Waits for a save beside training; what it supersedes is kept until it is complete."""
+        save, self._save = self._save, None
+        superseded, self._superseded = self._superseded, []
+        if save is not None:
+            save.result()
+        for path in superseded:
+            self.remove_checkpoint(path)
+
+    def _optimizers_by_key(self) -> dict[str, Optimizer]:
+        return {f"optimizer_{n}" if n else "optimizer": optimizer for n, optimizer in enumerate(self.optimizers)}
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Opens a directory of any number of ranks and stage, or a file of Lightning's. All ranks."""
+        self._finish_save()
+        if not sharded.is_directory(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        with raising_together():
+            self._opened = sharded.Opened.at(checkpoint_path)
+        return self._opened.as_lightning()
+
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads a whole state dict; each rank keeps its part."""
-        self.engine.load_full_state_dict(checkpoint["state_dict"], strict=strict)
+        """Loads the weights, and from a directory the optimizers' state with them; each rank its part. All ranks."""
+        opened, self._opened = self._opened, None
+        if opened is None:
+            self.engine.load_full_state_dict(checkpoint["state_dict"], strict=strict)
+            return
+        stored, own = opened.named(checkpoint["state_dict"])
+        resuming = self._module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint
+        optimizers = dict(zip(stored.optimizers, self.optimizers, strict=True)) if resuming else {}
+        load_checkpoint(stored, self.engine, optimizers, strict=strict and not own)
+        if own:
+            self.engine.load_full_state_dict(own, strict=False)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads whole optimizer states, from any world size or a plain run; each rank keeps its part."""
+        """Loads whole optimizer states of a file, from any world size or a plain run; each rank keeps its part."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            self.engine.load_full_optimizer_state_dict(optimizer, state)
+            if state:  # a directory's came with the weights
+                self.engine.load_full_optimizer_state_dict(optimizer, state)
 
     @property
     def _module(self) -> pl.LightningModule:

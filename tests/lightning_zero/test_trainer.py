@@ -188,7 +188,8 @@ def checkpoints_are_plain_and_resume(stage: int) -> None:
     path = folder()
     saver = ModelCheckpoint(path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
     module = Module("llama", "adamw")
-    run = trainer(f"zero{stage}", callbacks=[saver], enable_checkpointing=True, max_epochs=2)
+    whole = lightning_zero.ZeroStrategy(stage, save_format="full")
+    run = trainer(whole, callbacks=[saver], enable_checkpointing=True, max_epochs=2)
     run.fit(module, loader("llama", 2))
     expected = plain("llama", "adamw", 4, epoch=2)
     check_weights(module, expected[1], 5e-5)
@@ -223,7 +224,8 @@ def a_checkpoint_of_ddp_resumes_here_and_the_other_way(stage: int) -> None:
     for first, second in (("ddp", f"zero{stage}"), (f"zero{stage}", "ddp")):
         path = folder()
         saver = ModelCheckpoint(path, filename="{epoch}", save_top_k=-1)
-        start = trainer(first, callbacks=[saver], enable_checkpointing=True)
+        whole = first if first == "ddp" else lightning_zero.ZeroStrategy(stage, save_format="full")
+        start = trainer(whole, callbacks=[saver], enable_checkpointing=True)
         start.fit(Module("llama", "adamw"), loader("llama", 2))
         resumed = Module("llama", "adamw", seed=1)
         rest = trainer(second, max_epochs=2)
@@ -242,7 +244,8 @@ def save_checkpoint_and_weights_only(stage: int) -> None:
             trainer.save_checkpoint(f"{path}/all.ckpt")
             trainer.save_checkpoint(f"{path}/weights.ckpt", weights_only=True)
 
-    trainer(f"zero{stage}", callbacks=[Save()]).fit(module, loader("llama", 2))
+    whole = lightning_zero.ZeroStrategy(stage, save_format="full")
+    trainer(whole, callbacks=[Save()]).fit(module, loader("llama", 2))
     everything, weights = (torch.load(f"{path}/{n}.ckpt", weights_only=False) for n in ("all", "weights"))
     assert "optimizer_states" in everything and "optimizer_states" not in weights
     check_weights(module, weights["state_dict"])
