@@ -152,7 +152,7 @@ class Count(torch.optim.Optimizer):
 def work(rank: int, port: int, number: int, folder: str, stage: int, paths: dict[str, str], pipe: Any) -> None:
     """One rank: loads and checks what is there, then saves until it is killed or the other one is gone."""
     with open(f"{folder}/stack{rank}", "w") as stack:
-        faulthandler.dump_traceback_later(PATIENCE * 2, file=stack)
+        faulthandler.register(signal.SIGUSR1, file=stack)
         try:
             store = dist.PrefixStore(str(number), dist.TCPStore("127.0.0.1", port))
             dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=600))
@@ -360,6 +360,8 @@ class _Ranks:
             process.join()
 
     def _stack(self, rank: int) -> str:
+        os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
+        time.sleep(1.0)
         return Path(f"{self._folder}/stack{rank}").read_text() or "(no stack)"
 
 
