@@ -355,21 +355,22 @@ class Collectives:
                 out[start:stop].copy_(part)
         if self.world_size == 1:
             return
+        group = self.checkpoint_group  # made on all ranks, also on one that has nothing to send
         operation = self._watchdog.post("the gathering of whole state")
         works, keep = list[Work](), list[Tensor]()
         for peer in self._peers() if all_ranks else [0]:
             for part in parts if peer != self.rank else ():
                 keep.append(_as_bytes(part.to("cpu")))
-                works += self._transfer(_isend, keep[-1], peer)
+                works += self._transfer(_isend, keep[-1], peer, group)
                 self.traffic.add("control", keep[-1].numel())
         if out is not None:
             for sender in self._peers():
                 for start, stop in runs[sender]:
-                    works += self._transfer(_irecv, _as_bytes(out[start:stop]), sender)
+                    works += self._transfer(_irecv, _as_bytes(out[start:stop]), sender, group)
         Pending(works, keep=keep, operation=operation).wait()
 
-    def _transfer(self, transfer: Callable[..., Work], data: Tensor, peer: int) -> list[Work]:
-        return [transfer(part, self._ranks[peer], self.checkpoint_group, 0) for part in _messages(data)]
+    def _transfer(self, transfer: Callable[..., Work], data: Tensor, peer: int, group: dist.ProcessGroup) -> list[Work]:
+        return [transfer(part, self._ranks[peer], group, 0) for part in _messages(data)]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's picklable `value`, in rank order, on all ranks. Not for the step's path."""

@@ -22,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 
 from tests.helpers import processes
-from tests.helpers.cases import Cases, folder
+from tests.helpers.cases import Cases, check, folder
 from zero_core import (
     CheckpointError,
     PartitionedParameterError,
@@ -37,7 +37,7 @@ from zero_core import (
 )
 
 cases = Cases(__name__)
-outcomes = cases.fixture(2)
+outcomes = cases.fixture(2, timeout=40)
 
 
 def test_ten_kills_during_saves_lose_nothing(tmp_path: Path) -> None:
@@ -187,3 +187,67 @@ def a_full_remote_store_is_an_error_that_names_the_file(stage: int) -> None:
         dist.barrier()
         assert ending == "manifest.json" or sorted(os.listdir(f"{root}/place")) == before
     FillingUp.ending = "nothing"
+
+
+@cases.at(3)
+def a_directory_that_takes_no_files_is_an_error_on_all(stage: int) -> None:
+    root, run = folder(), Run(stage)
+    Path(f"{root}/file").touch()
+    dist.barrier()
+    with raises_on_all(0, "Not a directory"):
+        run.save(f"{root}/file/below", 1)
+    assert sorted(os.listdir(root)) == ["file"]
+    run.save(f"{root}/place", 2)
+    run.assert_loads(f"{root}/place", 2)
+
+
+@cases.at(1, 3)
+def what_is_cut_off_changed_or_missing_is_named_and_nothing_is_loaded(stage: int) -> None:
+    root, run = folder(), Run(stage)
+    run.save(f"{root}/good", 1)
+    for number, harm in enumerate((_cut_off, _flip, os.unlink)):
+        bad = f"{root}/bad{number}"
+        run.save(bad, 2)
+        if dist.get_rank() == 0:
+            harm(glob.glob(f"{bad}/*-0.distcp")[0])
+        dist.barrier()
+        if dist.get_rank() == 0:
+            with pytest.raises(CheckpointError, match=r"-0\.distcp' of the checkpoint"):
+                verify_checkpoint(bad)
+        run.become(5)
+        with pytest.raises((CheckpointError, RuntimeError), match=r"-0\.distcp' of the checkpoint"):
+            load_checkpoint(bad, run.engine, run.optimizer)
+        run.assert_loads(f"{root}/good", 1)
+
+
+def _cut_off(path: str) -> None:
+    os.truncate(path, os.path.getsize(path) - 1)
+
+
+def _flip(path: str) -> None:
+    with open(path, "r+b") as file:
+        file.seek(os.path.getsize(path) // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 255]))
+
+
+@cases.at(2)
+def what_a_killed_save_left_is_no_checkpoint_and_the_next_one_removes_it(stage: int) -> None:
+    root, run = folder(), Run(stage)
+    run.save(f"{root}/place", 1)
+    if dist.get_rank() == 0:
+        os.mkdir(f"{root}/.place.partial")
+        Path(f"{root}/.place.partial/0-0.distcp").touch()
+    dist.barrier()
+    run.assert_loads(f"{root}/place", 1)
+    with pytest.raises((CheckpointError, RuntimeError), match="is no checkpoint"):
+        load_checkpoint(f"{root}/.place.partial", run.engine)
+    run.save(f"{root}/place", 2)
+    assert left_behind(root) == []
+    run.assert_loads(f"{root}/place", 2)
+
+
+@cases.parametrize()
+def test_saves_that_fail(case: tuple[str, int], outcomes: Any) -> None:
+    check(outcomes, case)
