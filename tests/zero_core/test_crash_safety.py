@@ -37,7 +37,7 @@ from zero_core import (
 )
 
 cases = Cases(__name__)
-outcomes = cases.fixture(2, timeout=40)
+outcomes = cases.fixture(2)
 
 
 def test_ten_kills_during_saves_lose_nothing(tmp_path: Path) -> None:
