@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from itertools import chain
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,10 @@ import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import PartialState
 from accelerate.utils import DynamoBackend, compile_regions
-from accelerate.utils.constants import MODEL_NAME, SAFE_MODEL_NAME
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accelerate_zero import checkpoint
 from accelerate_zero.optimizer import ZeroOptimizer
 from accelerate_zero.plugin import ZeroPlugin
 from zero_core import ZeroEngine, ZeroGradScaler, engine_of, shard
@@ -54,7 +52,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def __init__(self, *args: Any, zero_plugin: ZeroPlugin | None = None, **kwargs: Any) -> None:
         self.zero_plugin = zero_plugin or ZeroPlugin()
         self._unbound: list[Optimizer] = []  # prepared before their models
-        self._gathered: dict[int, Any] = {}  # models' states that `save_state` has gathered, while it writes them
+        self._gathered: dict[int, Any] = {}  # models' states that are gathered, while they are written
         if not PartialState._shared_state and not torch.accelerator.is_available():
             kwargs.setdefault("cpu", True)  # or Accelerate would not join processes that have no other device
         _refuse_other_engines(kwargs)
@@ -241,50 +239,74 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             Exception: writing failed; on all ranks.
         """
         self._meet("accelerator.save_model()", [model])
-        with self._gathering([model]), raising_together():
+        with self.showing([(model, self.get_state_dict(model))]), raising_together():
             if self.is_main_process:
                 super().save_model(model, *args, **kwargs)
 
-    def save_state(self, output_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Saves models, optimizers, schedulers, loaders, loss scale and random numbers. All ranks.
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **kwargs: Any
+    ) -> Path:
+        """Saves models, optimizers, schedulers, loaders, loss scale, random numbers and registered objects. All ranks.
 
-        Weights and optimizer states are whole and plain, so they load at another number of ranks or stage, and without
-        ZeRO. Returns once all ranks have written; what fails on one raises on all.
+        Models and optimizers are written in parts, by every rank its own, as `zero_core.save_checkpoint` does: they load at
+        any number of ranks and stage, here and in plain loops and Lightning. The rest are Accelerate's own files. The
+        directory takes its place when it is complete; files of others in one that is there already stay.
+
+        With hooks of `register_save_state_pre_hook`, models are gathered, for the hooks to see them whole on the main
+        process. What a hook takes out of the list is not saved, and what it changes is written whole, as by Accelerate.
+
+        Args:
+            output_dir: the directory, on a file system that all ranks see; `None` with automatic naming.
+            safe_serialization: of models that are written whole; `False` for torch's format.
+            **kwargs: as for `accelerate.Accelerator.save_state`; without effect.
+
+        Returns:
+            the directory.
 
         Raises:
-            Exception: writing failed; on all ranks.
+            ValueError: there is no `output_dir`, or automatic naming finds the name taken.
+            Exception: writing failed; on all ranks. A state that was there before is as it was.
         """
         self._meet("accelerator.save_state()", self._models)
-        with self._gathering([*self._models, *self._optimizers]), raising_together():
-            return super().save_state(output_dir, *args, **kwargs)
+        return checkpoint.save_state(self, output_dir, safe_serialization)
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Loads what `save_state` saved, at any number of ranks and stage; each rank reads its part. All ranks.
+
+        Takes states of Accelerate's own as well (DDP's, FSDP's with sharded state, DeepSpeed's), and what
+        `zero_core.load_checkpoint` takes: then weights and optimizers go on from it, and the rest starts afresh.
+
+        Args:
+            input_dir: the directory; `None` for the newest one of automatic naming.
+            load_kwargs: for Accelerate's reading of its own files.
+            **kwargs: `strict=False` leaves out names that do not fit; `map_location` as for Accelerate.
+
+        Raises:
+            CheckpointError: it is damaged, or does not fit; says all that does not. Nothing is changed then.
+            ValueError: there is no such directory.
+            RuntimeError: it has more or fewer registered objects.
+        """
+        self._meet("accelerator.load_state()", self._models)
+        checkpoint.load_state(self, input_dir, load_kwargs, kwargs)
+
+    @contextmanager
+    def showing(self, states: Iterable[tuple[nn.Module, dict[str, Any]]]) -> Iterator[None]:
+        """A context in which `get_state_dict` returns states of models that are gathered already, and sends nothing."""
+        self._gathered = {id(model): state for model, state in states}
+        try:
+            yield
+        finally:
+            self._gathered = {}
 
     def _meet(self, call: str, models: list[nn.Module]) -> None:
         """Finds out in seconds when a rank makes a call alone."""
         for engine in [engine for model in models if (engine := engine_of(model)) is not None][:1]:
             engine.meet(call)
-
-    @contextmanager
-    def _gathering(self, objects: list[Any]) -> Iterator[None]:
-        # Before anything is written: a rank that fails to write would miss in the gathers of the others.
-        try:
-            with ExitStack() as stack:
-                for item in objects:
-                    if isinstance(item, ZeroOptimizer):
-                        stack.enter_context(item.holding_state())
-                    else:
-                        self._gathered[id(item)] = self.get_state_dict(item)
-                yield
-        finally:
-            self._gathered = {}
-
-    def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> None:
-        """Loads what `save_state` saved, at any number of ranks and stage; each rank keeps its part. All ranks."""
-        # The last hook, after the user's own, takes the models over: what it takes out of the list, Accelerate leaves alone.
-        handle = self.register_load_state_pre_hook(_load_models)
-        try:
-            super().load_state(input_dir, *args, **kwargs)
-        finally:
-            handle.remove()
 
 
 def _refuse_other_engines(arguments: Mapping[str, Any]) -> None:
@@ -298,38 +320,6 @@ def _refuse_other_engines(arguments: Mapping[str, Any]) -> None:
                 f"{given[0]} switches on an engine that does what ZeRO does, in another way. Remove it (or the section of "
                 "the config file that sets it); `accelerate-zero config --from` translates such a file."
             )
-
-
-def _load_models(models: list[nn.Module], input_dir: str | os.PathLike[str]) -> None:
-    """Loads the models of a state's directory, in the files that Accelerate wrote, and empties the list."""
-    for number, model in enumerate(models):
-        suffix = f"_{number}" if number else ""
-        file = Path(input_dir, f"{SAFE_MODEL_NAME}{suffix}.safetensors")
-        if file.exists():
-            state = load_file(file)
-        else:
-            state = torch.load(Path(input_dir, f"{MODEL_NAME}{suffix}.bin"), map_location="cpu", weights_only=True)
-        engine = engine_of(model)
-        result = model.load_state_dict(state, False) if engine is None else engine.load_full_state_dict(state, False)
-        _check_keys(model, result, state, file)
-    models.clear()
-
-
-def _check_keys(model: nn.Module, result: Any, state: Mapping[str, Tensor], file: Path) -> None:
-    # A tensor of several names is saved under one of them.
-    names: dict[int, set[str]] = {}
-    for name, tensor in chain(
-        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-    ):
-        names.setdefault(id(tensor), set()).add(name)
-    missing = [
-        key for key in result.missing_keys if not any(key in same and same & state.keys() for same in names.values())
-    ]
-    if missing or result.unexpected_keys:
-        raise RuntimeError(
-            f"{file} is not of this {type(model).__name__}: missing {missing or 'nothing'}, unexpected "
-            f"{list(result.unexpected_keys) or 'nothing'}."
-        )
 
 
 def _norm_of_norms(norms: list[Tensor], norm_type: float, device: torch.device) -> Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
@@ -24,7 +23,6 @@ class ZeroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         # Accelerate's own handling of placement and loss scale is left out: both are the engine's.
         super().__init__(optimizer, device_placement=False, scaler=None)
         self.scaler = scaler
-        self._state_shown: dict[str, Any] | None = None
 
     @property
     def engine(self) -> ZeroEngine:
@@ -56,19 +54,8 @@ class ZeroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state in plain torch's layout on the main process; empty on the others. All ranks."""
-        if self._state_shown is not None:
-            return self._state_shown
         return self.engine.full_optimizer_state_dict(self.optimizer)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a whole state, of any number of ranks or none; each rank keeps its part. All ranks, the same state."""
         self.engine.load_full_optimizer_state_dict(self.optimizer, state_dict)
-
-    @contextmanager
-    def holding_state(self) -> Iterator[None]:
-        """Gathers the whole state (all ranks); inside, `state_dict` returns it and sends nothing."""
-        self._state_shown = self.state_dict()
-        try:
-            yield
-        finally:
-            self._state_shown = None

@@ -1,4 +1,4 @@
-"""Trainer's checkpoints on their way: its own steps write them aside, and they take their place when complete."""
+"""Hosts' checkpoints on their way: their own steps write them aside, and they take their place when complete."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from zero_core.collectives import raising_together
-from zero_core.storage import Folder, beside, flush, recover, remove, replace, sync_directory
+from zero_core.storage import Folder, beside, flush_tree, recover, remove, replace, sync_directory
 
-# Neither `get_last_checkpoint` nor rotation take a name with a leading dot for a checkpoint.
-_LEFT_OVER = re.compile(r"\.checkpoint-\d+\.partial")
+# Neither Trainer's `get_last_checkpoint` nor rotation take a name with a leading dot for a checkpoint.
+_LEFT_OVER = re.compile(r"\.checkpoint[-_]\d+\.partial")
 
 # By Trainer, where the save that is on its way writes instead of the run's directory.
 _asides: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
@@ -27,8 +27,50 @@ def aside_of(trainer: Any) -> str | None:
 
 
 @contextmanager
+def taking_place(target: str, writes: bool) -> Iterator[str]:
+    """A context in which a checkpoint is written aside; at its end it takes its place, whole. All ranks.
+
+    Args:
+        target: its place, a local directory.
+        writes: whether this is the process that makes it; one.
+
+    Yields:
+        an empty directory of the same name, which all ranks may write into.
+
+    Raises:
+        Exception: something failed, on all ranks; nothing of the save is left then.
+    """
+    aside = beside(target, "partial")
+    written = os.path.join(aside, os.path.basename(target))
+    try:
+        with raising_together():
+            if writes:
+                recover(Folder(target))
+                shutil.rmtree(aside, ignore_errors=True)
+                os.makedirs(written)
+        yield written
+        with raising_together():
+            if writes:
+                flush_tree(written)
+                replace(written, target)
+                sync_directory(os.path.dirname(target))
+                os.rmdir(aside)
+    except BaseException:
+        if writes:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def clear(directory: str) -> None:
+    """Removes what interrupted saves have left in a directory of checkpoints. One process."""
+    for path in Path(directory).iterdir() if os.path.isdir(directory) else ():
+        if _LEFT_OVER.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
 def staging(trainer: Any, run_dir: str, target: str) -> Iterator[None]:
-    """A context in which a Trainer's save is written aside; at its end the checkpoint appears, whole. All ranks.
+    """A context in which a Trainer's save is written aside; see `taking_place`. All ranks.
 
     Args:
         trainer: what saves.
@@ -38,26 +80,23 @@ def staging(trainer: Any, run_dir: str, target: str) -> Iterator[None]:
     Raises:
         Exception: something failed, on all ranks; nothing of the save is left then.
     """
-    aside, best = beside(target, "partial"), trainer.state.best_model_checkpoint
-    with raising_together():
-        if trainer.args.should_save:
-            _clear(run_dir)
-            recover(Folder(target))
-    _asides[trainer] = aside
+    writes, best = trainer.args.should_save, trainer.state.best_model_checkpoint
+    if writes:
+        clear(run_dir)
     try:
-        with raising_together():
-            yield
-        with raising_together():
-            _name_best(trainer.args, trainer.state, run_dir, target)
-            if trainer.args.should_save:
-                _publish(trainer.state, aside, target)
+        with taking_place(target, writes) as written:
+            _asides[trainer] = os.path.dirname(written)
+            with raising_together():
+                yield
+            with raising_together():
+                _name_best(trainer.args, trainer.state, run_dir, target)
+                if writes:
+                    trainer.state.save_to_json(os.path.join(written, "trainer_state.json"))
     except BaseException:
         trainer.state.best_model_checkpoint = best
-        if trainer.args.should_save:
-            shutil.rmtree(aside, ignore_errors=True)
         raise
     finally:
-        del _asides[trainer]
+        _asides.pop(trainer, None)
 
 
 def rotate(run_dir: str, limit: int | None, best: str | None) -> None:
@@ -77,27 +116,8 @@ def rotate(run_dir: str, limit: int | None, best: str | None) -> None:
             remove(checkpoint)
 
 
-def _clear(run_dir: str) -> None:
-    for path in Path(run_dir).iterdir() if os.path.isdir(run_dir) else ():
-        if _LEFT_OVER.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
-
-
 def _name_best(args: Any, state: Any, run_dir: str, target: str) -> None:
     """Trainer looked for the best checkpoint beside the one it wrote."""
     best = os.path.join(run_dir, f"checkpoint-{state.best_global_step}")
     if state.best_global_step and args.save_strategy != "no" and (best == target or os.path.isdir(best)):
         state.best_model_checkpoint = best
-
-
-def _publish(state: Any, aside: str, target: str) -> None:
-    written = os.path.join(aside, os.path.basename(target))
-    state.save_to_json(os.path.join(written, "trainer_state.json"))
-    for folder, _, names in os.walk(written):
-        for name in names:
-            with open(os.path.join(folder, name), "rb") as file:
-                flush(file)
-        sync_directory(folder)
-    replace(written, target)
-    sync_directory(os.path.dirname(target))
-    os.rmdir(aside)

@@ -156,7 +156,7 @@ def _load_optimizer_and_scheduler(stock: Stock, trainer: Any, checkpoint: str | 
     elif os.path.isdir(sharded := os.path.join(checkpoint, _OPTIMIZER)):
         # Trainer puts the generators where they were itself, and not before it has drawn the order of the rows.
         state = random_state()
-        load_checkpoint(sharded, optimizer.engine, optimizer.optimizer, strict=False)
+        load_checkpoint(sharded, optimizer.engine, optimizer.optimizer, skip=["model"])
         set_random_state(state)
         with raising_together():
             trainer.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))

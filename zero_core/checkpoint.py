@@ -6,7 +6,7 @@ import io
 import os
 import random
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from copy import deepcopy
@@ -140,6 +140,7 @@ def load_checkpoint(
     *,
     strict: bool = True,
     rename: Mapping[str, str] | None = None,
+    skip: Collection[str] = (),
     trusted: bool = False,
 ) -> Loaded:
     """Loads a checkpoint into sharded models and their optimizers; each rank reads its part. All ranks.
@@ -157,6 +158,7 @@ def load_checkpoint(
             they are in a checkpoint of adapters.
         rename: beginnings of stored names, each with what to put in its place. What compilers and wrappers put in front
             is left out anyway, and so is a single prefix by which all names differ.
+        skip: keys of models that keep their weights; of these the optimizer is loaded alone.
         trusted: open pickled files (of torch, DeepSpeed) that hold more than tensors and plain values all the same. That
             can run any code: say so only of files whose origin you know.
 
@@ -175,10 +177,10 @@ def load_checkpoint(
     group = first.checkpoint_group
     with raising_together(group):
         stored = path if isinstance(path, Stored) else open_checkpoint(os.fspath(path), trusted=trusted)
-        plan = LoadPlan(stored, models, bound, extra, strict, rename or {})
+        plan = LoadPlan(stored, models, bound, extra, strict, rename or {}, skip)
         targets = plan.targets()
     with ExitStack() as stack:
-        for engine in models.values():
+        for engine in [engine for key, engine in models.items() if key not in skip]:
             stack.enter_context(engine.overwriting())
         _read(stored, targets, group)
     rng = stored.rng[first.rank] if bound and len(stored.rng) == first.world_size else None

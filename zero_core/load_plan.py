@@ -225,6 +225,7 @@ class LoadPlan:
         extra: likewise.
         strict: see `load_checkpoint`.
         rename: see `load_checkpoint`.
+        skip: see `load_checkpoint`.
 
     Raises:
         CheckpointError: something does not fit; lists all that does not.
@@ -239,14 +240,16 @@ class LoadPlan:
         extra: Mapping[str, Any],
         strict: bool,
         rename: Mapping[str, str],
+        skip: Collection[str] = (),
     ) -> None:
         self._several = len(models) > 1
         given = {key: (names, stored.values.get(key, {})) for key, names in stored.models.items()}
         self._models = {
-            key: ModelRoom(stored, names, values, engine, rename)
-            for key, engine, (names, values) in _matching(given, models, "model")
+            key: ModelRoom(stored, *(({}, {}) if key in skip else held), engine, rename)
+            for key, engine, held in _matching(given, models, "model")
         }
-        problems = [problem for key, room in self._models.items() for problem in self._misfits(key, room, strict)]
+        self._loaded = {key: room for key, room in self._models.items() if key not in skip}
+        problems = [problem for key, room in self._loaded.items() for problem in self._misfits(key, room, strict)]
         if optimizers and not stored.optimizers:
             problems.append(
                 "it has weights only, and no optimizer's state: load it without the optimizer, which then starts afresh: "
@@ -285,12 +288,12 @@ class LoadPlan:
     @property
     def missing(self) -> list[str]:
         """Names of the models' tensors that the checkpoint does not have."""
-        return [name for key, room in self._models.items() for name in self._shown(key, room.missing)]
+        return [name for key, room in self._loaded.items() for name in self._shown(key, room.missing)]
 
     @property
     def unexpected(self) -> list[str]:
         """Names that the models do not have."""
-        return [name for key, room in self._models.items() for name in self._shown(key, room.unexpected)]
+        return [name for key, room in self._loaded.items() for name in self._shown(key, room.unexpected)]
 
     def targets(self) -> dict[str, Tensor]:
         """By the reader's name, what is to be filled on this rank; makes room for it."""

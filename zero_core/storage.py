@@ -12,7 +12,7 @@ import re
 import shutil
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future as Background
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -48,6 +48,7 @@ _BLOCK_BYTES = 4 * 2**20
 _FLUSH_BYTES = 32 * 2**20
 _TORCH_INDEX = ".metadata"
 _EXTRA = re.compile("[0-9a-f]{8}-extra.pt")
+_OWN = re.compile(rf"[0-9a-f]{{8}}-(extra\.pt|index\.json|\d+\.distcp)|{re.escape(NAME)}|{re.escape(_TORCH_INDEX)}")
 
 
 class Folder:
@@ -128,6 +129,26 @@ class Folder:
     def damaged(self, name: str, what: str, why: str) -> CheckpointError:
         """The error for a part of a file that cannot be used."""
         return CheckpointError(f"'{what}' in '{name}' of the checkpoint {self.name} is damaged: {why}.")
+
+    def own_names(self) -> set[str]:
+        """The files in it that are a checkpoint's of ours, as far as a damaged one still says."""
+        own = {name for name in self.names() if _OWN.fullmatch(name)}
+        with suppress(CheckpointError):
+            manifest = self.manifest()
+            own |= set() if manifest is None else manifest.files.keys()
+        return own
+
+    def add_to_manifest(self, names: Iterable[str]) -> None:
+        """Makes files that lie in it as well part of the checkpoint. One process.
+
+        Raises:
+            CheckpointError: one of them is missing, or the checkpoint damaged.
+        """
+        manifest = self.manifest()
+        if manifest is None:
+            raise CheckpointError(f"{self.name} is no checkpoint of zero-redundancy: it has no manifest.")
+        files = {**manifest.files, **{name: self.record(name) for name in names}}
+        self.write(NAME, dataclasses.replace(manifest, files=files).to_json().encode())
 
     def names(self) -> list[str]:
         """The files in it."""
@@ -328,18 +349,46 @@ def beside(path: str, what: str) -> str:
 
 
 def replace(source: str, target: str) -> None:
-    """Renames a local file or directory to a name that may be another's, which then is removed. One process."""
+    """Renames a local file or directory to a name that may be another's, which then is removed. One process.
+
+    Of a directory that is replaced, what a checkpoint did not bring along (logs, a user's notes) stays where it was.
+    """
+    directories = os.path.isdir(source) and os.path.isdir(target)
+    if directories:
+        _carry_over(target, source)
     if not os.path.isdir(source) and not os.path.isdir(target):
         os.replace(source, target)
-    elif os.path.exists(target) and _exchange(source, target):
-        _delete(source)
     elif os.path.exists(target):
-        previous = beside(target, "previous")
-        os.rename(target, previous)
-        os.rename(source, target)
-        _delete(previous)
+        replaced = source
+        if not _exchange(source, target):
+            replaced = beside(target, "previous")
+            os.rename(target, replaced)
+            os.rename(source, target)
+        if directories:
+            _carry_over(replaced, target)  # what came meanwhile
+        _delete(replaced)
     else:
         os.rename(source, target)
+
+
+def _carry_over(old: str, new: str) -> None:
+    own = Folder(old).own_names()
+    for entry in os.scandir(old):
+        there = os.path.join(new, entry.name)
+        if entry.name in own or os.path.lexists(there):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            shutil.copytree(entry.path, there, symlinks=True, copy_function=_link)
+        else:
+            _link(entry.path, there)
+
+
+def _link(source: str, target: str) -> None:
+    """The same file under a second name: whichever directory an interruption leaves, it is in it."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def _delete(path: str) -> None:
@@ -373,6 +422,16 @@ def flush(file: Any) -> None:
     except (AttributeError, OSError, io.UnsupportedOperation) as error:
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL, errno.ENOTSUP):
             raise
+
+
+def flush_tree(path: str) -> None:
+    """Makes a local directory with all that is in it survive a power cut."""
+    for folder, _, names in os.walk(path):
+        for name in names:
+            if os.path.isfile(own := os.path.join(folder, name)):
+                with open(own, "rb") as file:
+                    flush(file)
+        sync_directory(folder)
 
 
 def sync_directory(path: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.utils import FullyShardedDataParallelPlugin, GradScalerKwargs, ProjectConfiguration
+from accelerate.utils import FullyShardedDataParallelPlugin, GradScalerKwargs
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -170,65 +170,6 @@ def a_skipped_step_keeps_the_schedule(stage: int) -> None:
 
 
 @cases
-def save_state_and_load_state_go_on_at_another_stage(stage: int) -> None:
-    path = folder()
-
-    class Counter:
-        value = 0
-
-        def state_dict(self) -> dict[str, int]:
-            return {"value": self.value}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.value = state["value"]
-
-    def start(at: int, seed: int) -> Any:
-        accelerate = accelerator(at, gradient_accumulation_steps=1)
-        model = models.build("llama", seed)
-        optimizer = make_optimizer("adamw", model)
-        parts = accelerate.prepare(model, optimizer, loader("llama", STEPS), decay(optimizer))
-        counter = Counter()
-        accelerate.register_for_checkpointing(counter)
-        return accelerate, counter, *parts
-
-    accelerate, counter, model, optimizer, data, scheduler = start(stage, 0)
-    run = steps(accelerate, model, optimizer, data, scheduler)
-    first = [next(run), next(run)]
-    counter.value = 2
-    accelerate.save_state(path)
-    expected_random = torch.rand(1)
-    rest = list(run)
-    expected = whole_state(model)
-    assert len(first) == len(rest) == 2
-
-    again, counter, model, optimizer, data, scheduler = start(stage % 3 + 1, 7)
-    again.load_state(path)
-    assert counter.value == 2 and torch.equal(torch.rand(1), expected_random)
-    resumed = list(steps(again, model, optimizer, again.skip_first_batches(data, 2), scheduler))
-    assert resumed == pytest.approx(rest, rel=1e-6)
-    for name, value in whole_state(model).items():
-        assert torch.allclose(value, expected[name], atol=1e-6), name
-    # The files are plain: one process goes on from them without us.
-    plain = models.build("llama", 3)
-    plain.load_state_dict(load_file(f"{path}/model.safetensors"))
-    make_optimizer("adamw", plain).load_state_dict(torch.load(f"{path}/optimizer.bin", weights_only=True))
-
-
-@cases
-def states_are_numbered_and_limited_as_by_accelerate(stage: int) -> None:
-    config = ProjectConfiguration(project_dir=folder(), automatic_checkpoint_naming=True, total_limit=2)
-    accelerate = accelerator(stage, project_config=config)
-    model = accelerate.prepare(models.mlp())
-    for _ in range(3):
-        accelerate.save_state()
-    accelerate.wait_for_everyone()
-    names = sorted(p.name for p in Path(config.project_dir, "checkpoints").iterdir())
-    assert names == ["checkpoint_1", "checkpoint_2"]
-    accelerate.load_state()
-    assert engine_of(model) is not None
-
-
-@cases
 def models_are_saved_as_plain_files(stage: int) -> None:
     path = folder()
     accelerate = accelerator(stage)
@@ -256,24 +197,6 @@ def models_are_saved_as_plain_files(stage: int) -> None:
     assert Path(path, "several", "model.safetensors.index.json").exists()
     assert one.keys() == several.keys() and all(torch.equal(one[name], several[name]) for name in one)
     assert set(expected) - set(one) <= {"lm_head.weight"}
-
-
-@cases
-def what_fails_on_one_rank_while_saving_fails_on_all(stage: int) -> None:
-    accelerate = accelerator(stage)
-    model = accelerate.prepare(models.mlp())
-    blocked = folder() + "/file"
-    if accelerate.is_main_process:
-        Path(blocked).write_text("not a directory")
-    accelerate.wait_for_everyone()
-    with pytest.raises((OSError, RuntimeError)):
-        accelerate.save_state(f"{blocked}/state" if accelerate.is_main_process else folder_of(blocked))
-    accelerate.save_state(folder_of(blocked) + "/state")  # and it can be made good
-    assert engine_of(model) is not None
-
-
-def folder_of(path: str) -> str:
-    return str(Path(path).parent)
 
 
 @cases
