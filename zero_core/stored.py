@@ -26,6 +26,11 @@ from zero_core.tensor_reader import LazyTensor, TensorReader
 _MODEL, _OPTIMIZER = "model", "optimizer"
 Runs = dict[str, dict[str, list[tuple[int, int, Any]]]]
 
+# Whole weights as transformers, PEFT, Accelerate and its FSDP name them.
+_WEIGHTS = {
+    "model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin", "pytorch_model_fsdp.bin",
+}  # fmt: skip
+
 
 @dataclass
 class StoredOptimizer:
@@ -113,7 +118,7 @@ def open_checkpoint(path: str, *, trusted: bool = False) -> Stored:
     - those of `torch.distributed.checkpoint`: of FSDP2, of Lightning's `FSDPStrategy` and `ModelParallelStrategy`, of
       Accelerate's FSDP; optimizers by name, nested or flattened (`flatten_optimizer_state_dict`);
     - one file of torch or safetensors: a state dict, a dict of several, a Lightning checkpoint;
-    - directories of Hugging Face models and trainers;
+    - directories of Hugging Face models and trainers, and of Accelerate with whole weights;
     - DeepSpeed's directories of ZeRO stage 1 to 3 (the folder with the file `latest`, or the one with the ranks' files):
       weights in fp32 from the partitions, optimizer state by name, and as `extra` the client state, the scheduler's and
       the counters. What was divided over ranks in another way too (tensor or pipeline parallelism, experts), and universal
@@ -371,8 +376,7 @@ def _of_hugging_face(folder: Folder, trusted: bool) -> Stored:
     names = folder.names()
     weights = [n for n in names if n.endswith((".safetensors.index.json", ".bin.index.json"))]
     files = sorted(
-        {file for n in weights for file in json.loads(folder.read(n))["weight_map"].values()}
-        or ({"model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin"} & set(names))
+        {file for n in weights for file in json.loads(folder.read(n))["weight_map"].values()} or _WEIGHTS & {*names}
     )
     if not files:
         raise CheckpointError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -16,9 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import GradScalerKwargs, ProjectConfiguration
+from accelerate.utils import FullyShardedDataParallelPlugin, GradScalerKwargs, ProjectConfiguration
+from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import lightning_zero  # noqa: F401 - for the strategies' names
 from accelerate_zero import Accelerator
@@ -102,7 +106,7 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 def assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
     """Compares optimizers' whole states, which only the first rank has."""
-    assert one.keys() == other.keys() and bool(one) == (dist.get_rank() == 0)
+    assert bool(one) == bool(other) == (dist.get_rank() == 0)
     for number, entries in other.get("state", {}).items():
         assert all(torch.equal(one["state"][number][key], value) for key, value in entries.items())
 
@@ -373,6 +377,36 @@ def states_of_plain_accelerate_load(stage: int) -> None:
     again.accelerate.load_state(path)
     assert again.rest() == pytest.approx(rest, rel=1e-6)
     assert difference(again.weights(), model.state_dict()) < 5e-5  # Adam divides by small numbers
+
+
+@cases.at(1, 3)
+def states_of_accelerates_fsdp_load(stage: int) -> None:
+    """Written by Accelerate's own functions for FSDP2, whose Accelerator wants a GPU."""
+    run = Run(stage, seed=7)
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        path = folder()
+        model = models.build("llama")
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = make_optimizer("adamw", model)
+        models.loss(model, models.part(models.batch("llama", 0), dist.get_rank(), dist.get_world_size())).backward()
+        optimizer.step()
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
+        save_fsdp_model(plugin, run.accelerate, model, path)
+        save_fsdp_optimizer(plugin, run.accelerate, optimizer, model, path)
+        dist.barrier()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is nothing but models and optimizers
+            run.accelerate.load_state(path)
+        assert difference(run.weights(), {name: full(value) for name, value in model.state_dict().items()}) == 0
+        theirs = optimizer.state_dict()["state"]
+        whole = {number: {key: full(value) for key, value in entries.items()} for number, entries in theirs.items()}
+        assert_same_state(run.optimizer.state_dict(), {"state": whole} if dist.get_rank() == 0 else {})
+
+
+def full(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 @cases.at(1, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +14,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from torch import Tensor
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import lightning_zero
 from tests.helpers import models
@@ -237,6 +241,49 @@ def directories_of_the_core_and_back(stage: int) -> None:
     fit(f"zero{4 - stage}", Plain(seed=1), f"{path}/core", **every_step(path))
     found = load_checkpoint(f"{path}/step=1.ckpt", engine, optimizer)
     assert found.optimizers == ["optimizer"] and found.extra["global_step"] == 1
+
+
+class CpuFSDP(FSDPStrategy):
+    """Lightning's, but for the GPU that it wants."""
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        cpu = torch.device("cpu")
+        return FullyShardedDataParallel(
+            model, device_id=cpu, use_orig_params=True, sharding_strategy=self.sharding_strategy
+        )
+
+
+class OneGroup(Module):
+    """Without groups by shape, of which FSDP's flat parameters have another one."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class ByHand(OneGroup):
+    """Sharded by FSDP2, as `ModelParallelStrategy` wants it."""
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+
+@cases.at(1, 3)
+def runs_of_lightnings_sharded_strategies_go_on_here(stage: int) -> None:
+    path = folder()
+    strategies = {"fsdp": CpuFSDP(state_dict_type="sharded"), "fsdp2": ModelParallelStrategy(2, 1)}
+    for name, strategy in strategies.items():
+        source = ByHand("llama", "adamw")
+        with mock.patch.object(_AcceleratorConnector, "_check_strategy_and_fallback"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of what FSDP uses
+            fit(strategy, source, **every_step(f"{path}/{name}"))
+        dist.barrier()
+        place = f"{path}/{name}/step=2.ckpt"
+        assert os.path.exists(f"{place}/meta.pt")
+        resumed = OneGroup("llama", "adamw", seed=1)
+        run = fit(f"zero{stage}", resumed, place)
+        assert run.global_step == 4 and run.current_epoch == EPOCHS
+        assert resumed.losses == pytest.approx(source.losses[2:], abs=1e-5)
 
 
 @cases.parametrize()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -124,9 +124,11 @@ def loaded_by_torch(run: Run, place: str) -> Run:
     return run
 
 
-def saved_by_torch(run: Run) -> str:
+def saved_by_torch(run: Run, flat: bool = False) -> str:
     place = folder()
-    weights, states = get_state_dict(run.model, run.optimizer)
+    weights, states = get_state_dict(
+        run.model, run.optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat)
+    )
     if not run.alone or dist.get_rank() == 0:
         dcp.save({"model": weights, "optimizer": states}, checkpoint_id=place, no_dist=run.alone)
     dist.barrier()
@@ -138,10 +140,10 @@ PEERS: dict[str, Callable[[int], Run]] = {"plain": plain, "ddp": ddp, "fsdp2": f
 
 @cases
 def runs_of_torch_go_on_here(stage: int) -> None:
-    for make in PEERS.values():
+    for make, flat in ((plain, False), (ddp, False), (fsdp, False), (fsdp, True)):
         source = make(0)
         source.train(0, 1)
-        place = saved_by_torch(source)
+        place = saved_by_torch(source, flat)
         run = ours(stage, seed=1)
         found = load_checkpoint(place, run.engine, run.optimizer)
         assert not found.missing and not found.unexpected and found.optimizers == ["optimizer"]
