@@ -31,8 +31,10 @@ MB are 10^6 bytes.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -108,10 +110,11 @@ def fsdp2(model: Any, batch: dict[str, Tensor]) -> Variant:
         return [value.to_local() if hasattr(value, "to_local") else value for value in values]
 
     step = _usual_loop(model, optimizer)
+    beside = dist.new_group()  # a save beside training must not mix its messages with those of the loop
     return Variant(
         step=lambda: step(batch),
         save=lambda path: dcp.save(state(), checkpoint_id=path),
-        save_beside=lambda path: dcp.async_save(state(), checkpoint_id=path),
+        save_beside=lambda path: dcp.async_save(state(), checkpoint_id=path, process_group=beside),
         load=load,
         state=local,
     )
@@ -140,7 +143,8 @@ def zero(model: nn.Module, batch: dict[str, Tensor], stage: int) -> Variant:
 
 
 def run(rank: int, args: argparse.Namespace, folder: str, measure_memory: bool) -> None:
-    """One rank of a launch; rank 0 leaves the samples in `folder`."""
+    """One rank of a launch; rank 0 leaves the samples in `folder`. SIGUSR1 makes it say where it is."""
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", args.world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=args.world_size)

@@ -138,6 +138,10 @@ def consolidate_command(
         str, typer.Argument(help="A .safetensors, .pt, .pth or .bin file, or a directory for from_pretrained.")
     ],
     model: Annotated[str | None, typer.Option(help="Which, where there are several.")] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="Write this optimizer's state instead, as one process has it, as a .pt file."),
+    ] = None,
     max_shard_size: Annotated[
         str | None, typer.Option(metavar="SIZE", help="For a directory, the most that a file holds, as in 5GB.")
     ] = None,
@@ -145,7 +149,7 @@ def consolidate_command(
     as_json: AsJson = False,
     trusted: Trusted = False,
 ) -> None:
-    """Write a checkpoint's weights as plain files, a tensor at a time.
+    """Write a checkpoint's weights, or an optimizer's state, as plain files, a tensor at a time.
 
     JSON: path, files.
     """
@@ -153,7 +157,14 @@ def consolidate_command(
     kind = None if dtype is None else _dtype(dtype)
     with _bar("consolidate") as progress:
         files = consolidate(
-            path, out, model=model, max_shard_bytes=limit, dtype=kind, trusted=trusted, progress=progress
+            path,
+            out,
+            model=model,
+            optimizer=optimizer,
+            max_shard_bytes=limit,
+            dtype=kind,
+            trusted=trusted,
+            progress=progress,
         )
     _written(path, files, as_json)
 

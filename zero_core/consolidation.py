@@ -40,6 +40,7 @@ def consolidate(
     out: None = None,
     *,
     model: str | None = None,
+    optimizer: str | None = None,
     max_shard_bytes: int | None = None,
     dtype: torch.dtype | None = None,
     trusted: bool = False,
@@ -53,6 +54,7 @@ def consolidate(
     out: Path,
     *,
     model: str | None = None,
+    optimizer: str | None = None,
     max_shard_bytes: int | None = None,
     dtype: torch.dtype | None = None,
     trusted: bool = False,
@@ -65,12 +67,13 @@ def consolidate(
     out: Path | None = None,
     *,
     model: str | None = None,
+    optimizer: str | None = None,
     max_shard_bytes: int | None = None,
     dtype: torch.dtype | None = None,
     trusted: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any] | list[str]:
-    """A checkpoint's weights as plain files, or as a state dict. One process; needs no process group.
+    """A checkpoint's weights, or an optimizer's state, as plain files or a dict. One process; needs no process group.
 
     Reads every format that `load_checkpoint` does. One tensor at a time is in memory, and a file takes its name when it
     is complete: one of that name that was there before stays until then.
@@ -85,6 +88,8 @@ def consolidate(
         path: the checkpoint; local or an fsspec URL, like `out`.
         out: what to write; `None` returns the state dict, on the CPU, in which tied names share a tensor.
         model: its key, where the checkpoint has several.
+        optimizer: the key of one whose state to write instead, as its `state_dict()` is in one process: a torch file, or
+            the dict.
         max_shard_bytes: for a directory, the most that a file holds; a tensor that is larger has one for itself.
         dtype: what floating-point weights become; `None` leaves them as they are stored, which for mixed precision is
             the fp32 masters.
@@ -95,19 +100,24 @@ def consolidate(
         the state dict, or the files written.
 
     Raises:
-        CheckpointError: it is damaged or has no weights, or `out` cannot be written; what was there before stays.
+        CheckpointError: it is damaged or has no weights, or `out` cannot be written; what was there before stays. Or an
+            optimizer's state has no numbers in one process.
         ValueError: there are several models and `model` names none of them, or `out` is of no such kind.
     """
     target = None if out is None else os.fspath(out)
     if target is not None:
         _check_target(target, max_shard_bytes)
-    weights = _Weights.of(open_checkpoint(os.fspath(path), trusted=trusted), model, dtype, progress)
+    stored = open_checkpoint(os.fspath(path), trusted=trusted)
+    if optimizer is None:
+        content: _Content = _Weights.of(stored, model, dtype, progress)
+    else:
+        content = _OptimizerState.of(stored, optimizer, progress)
     if target is None:
-        return weights.whole()
+        return content.whole()
     place = Folder(target)
     try:
         with _appearing(place) as aside:
-            files = _write(place, aside, weights, max_shard_bytes)
+            files = _write(place, aside, content, max_shard_bytes)
         if not target.endswith(_SUFFIXES):
             _remove_older(place, files)
     except OSError as error:
@@ -142,20 +152,18 @@ class _Weight:
 
 
 @dataclass
-class _Weights:
-    """One model of a checkpoint.
+class _Content:
+    """What is to be written, and not read yet.
 
     Attributes:
         stored: the checkpoint.
         tensors: each tensor once.
-        tied: further names, each with the one that is in `tensors`.
-        values: what modules keep beside tensors, by name.
+        values: what is no tensor of the checkpoint's, as it comes with them.
         progress: told of every tensor that is read.
     """
 
     stored: Stored
     tensors: list[_Weight]
-    tied: dict[str, str]
     values: Mapping[str, Any]
     progress: Progress | None
     _done: int = field(default=0, init=False)
@@ -163,6 +171,32 @@ class _Weights:
     @cached_property
     def nbytes(self) -> int:
         return sum(weight.nbytes for weight in self.tensors)
+
+    def read(self, weight: _Weight) -> Tensor:
+        tensor = self.stored.read([weight.place])[weight.place].to(weight.dtype)
+        self._done += weight.nbytes
+        if self.progress is not None:
+            self.progress(weight.name, self._done, self.nbytes)
+        return tensor
+
+    def whole(self) -> dict[str, Any]:
+        """All of it, read."""
+        return self.together({weight.name: self.read(weight) for weight in self.tensors}, self.values)
+
+    def together(self, tensors: dict[str, Tensor], values: Mapping[str, Any]) -> dict[str, Any]:
+        """What a plain file holds."""
+        raise NotImplementedError
+
+
+@dataclass
+class _Weights(_Content):
+    """One model of a checkpoint; `values` is what modules keep beside tensors, by name.
+
+    Attributes:
+        tied: further names, each with the one that is in `tensors`.
+    """
+
+    tied: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, stored: Stored, model: str | None, dtype: torch.dtype | None, progress: Progress | None) -> _Weights:
@@ -176,26 +210,69 @@ class _Weights:
         tied, tensors = stored.tied(key), []
         for name, place in stored.models[key].items():
             if name not in tied:
-                entry = stored.entry(place)
-                own = entry.properties.dtype
-                kind = dtype if dtype is not None and own.is_floating_point else own
-                tensors.append(_Weight(name, place, tuple(entry.size), kind))
-        return cls(stored, tensors, tied, stored.values.get(key, {}), progress)
+                own = stored.entry(place).properties.dtype
+                tensors.append(_weight(stored, name, place, dtype if own.is_floating_point else None))
+        return cls(stored, tensors, stored.values.get(key, {}), progress, tied)
 
-    def read(self, weight: _Weight) -> Tensor:
-        tensor = self.stored.read([weight.place])[weight.place].to(weight.dtype)
-        self._done += weight.nbytes
-        if self.progress is not None:
-            self.progress(weight.name, self._done, self.nbytes)
-        return tensor
-
-    def whole(self) -> dict[str, Any]:
-        """The state dict."""
-        return self.named({weight.name: self.read(weight) for weight in self.tensors}, self.values)
-
-    def named(self, tensors: dict[str, Tensor], values: Mapping[str, Any]) -> dict[str, Any]:
-        """Adds to the tensors their further names, and what is no tensor."""
+    def together(self, tensors: dict[str, Tensor], values: Mapping[str, Any]) -> dict[str, Any]:
         return {**tensors, **{name: tensors[kept] for name, kept in self.tied.items()}, **values}
+
+
+@dataclass
+class _OptimizerState(_Content):
+    """One optimizer of a checkpoint; `values` is its plain state without the tensors of parameters' shape.
+
+    Attributes:
+        places: number of the parameter and key in its state, by the tensor's name here.
+    """
+
+    places: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, stored: Stored, key: str, progress: Progress | None) -> _OptimizerState:
+        if key not in stored.optimizers:
+            has = sorted(stored.optimizers) or "none"
+            raise ValueError(f"{stored.folder.name} has no optimizer '{key}'; it has {has}.")
+        found = stored.optimizers[key]
+        if found.param_groups is None:
+            raise CheckpointError(
+                f"{stored.folder.name} does not say in which groups the parameters of '{key}' were, and so not their "
+                "numbers: load it in the run's own code with load_checkpoint(path, engine, optimizer)."
+            )
+        names = [str(name) for group in found.param_groups for name in group["params"]]
+        numbers, first = {name: number for number, name in enumerate(names)}, 0
+        groups: list[dict[str, Any]] = []
+        for group in found.param_groups:
+            last = first + len(group["params"])
+            groups.append({**group, "params": list(range(first, last))})
+            first = last
+        state: dict[int, dict[str, Any]] = {}
+        for name, entries in found.shared.items():
+            for entry, runs in entries.items():
+                if len(runs) > 1:
+                    raise CheckpointError(
+                        f"the state '{entry}' of '{name}' has one value for each slice of the run that saved it: it fits "
+                        "that number of ranks only."
+                    )
+                state.setdefault(numbers[name], {})[entry] = runs[0][2]
+        tensors, places = [], {}
+        for name, parts in found.tensors.items():
+            for entry, place in parts.items():
+                tensors.append(_weight(stored, f"{name}.{entry}", place))
+                places[f"{name}.{entry}"] = numbers[name], entry
+        return cls(stored, tensors, {"state": state, "param_groups": groups}, progress, places)
+
+    def together(self, tensors: dict[str, Tensor], values: Mapping[str, Any]) -> dict[str, Any]:
+        state = {number: dict(entries) for number, entries in values["state"].items()}
+        for name, tensor in tensors.items():
+            number, entry = self.places[name]
+            state.setdefault(number, {})[entry] = tensor
+        return {"state": dict(sorted(state.items())), "param_groups": values["param_groups"]}
+
+
+def _weight(stored: Stored, name: str, place: str, dtype: torch.dtype | None = None) -> _Weight:
+    entry = stored.entry(place)
+    return _Weight(name, place, tuple(entry.size), entry.properties.dtype if dtype is None else dtype)
 
 
 # -- what is written -------------------------------------------------------------------------------------------------
@@ -225,9 +302,11 @@ def _appearing(place: Folder) -> Iterator[Callable[[str], str]]:
 Aside = Callable[[str], str]
 
 
-def _write(place: Folder, aside: Aside, weights: _Weights, limit: int | None) -> list[str]:
+def _write(place: Folder, aside: Aside, weights: _Content, limit: int | None) -> list[str]:
     if place.path.endswith(_TORCH_SUFFIXES):
         return [_write_torch(place, aside, weights)]
+    if not isinstance(weights, _Weights):
+        raise ValueError(f"expected a .pt, .pth or .bin file for an optimizer's state, got {place.name}.")
     if place.path.endswith(".safetensors"):
         return [_write_safetensors(place, aside, place.path, weights, weights.tensors)]
     return _write_directory(place, aside, weights, limit)
@@ -298,7 +377,7 @@ def _write_safetensors(place: Folder, aside: Aside, path: str, weights: _Weights
     return path
 
 
-def _write_torch(place: Folder, aside: Aside, weights: _Weights) -> str:
+def _write_torch(place: Folder, aside: Aside, weights: _Content) -> str:
     path: str = place.path
     _make_directory_of(place, path)
     if place.is_local:
@@ -311,7 +390,7 @@ def _write_torch(place: Folder, aside: Aside, weights: _Weights) -> str:
     return path
 
 
-def _fill_torch(path: str, weights: _Weights) -> None:
+def _fill_torch(path: str, weights: _Content) -> None:
     """torch.save without the tensors' content, then the content, each tensor's in its place."""
     reads: list[tuple[Tensor, Callable[[], Tensor]]] = []
 
@@ -322,7 +401,7 @@ def _fill_torch(path: str, weights: _Weights) -> None:
 
     tensors = {weight.name: stand_in(weight, partial(weights.read, weight)) for weight in weights.tensors}
     values = pytree.tree_map_only(Tensor, lambda tensor: stand_in(tensor, lambda: tensor), dict(weights.values))
-    tree = weights.named(tensors, values)
+    tree = weights.together(tensors, values)
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(tree, path)
     with FakeTensorMode():

@@ -43,6 +43,7 @@ class ShardTensor(torch.Tensor):
         shape: the whole tensor's.
         stride: its strides in the flat buffer.
         segments: what this rank holds of it, back to back in order of `start`.
+        apart: whether no part handed out reaches over two segments, as is needed to write into them.
     """
 
     _stride: tuple[int, ...]
@@ -50,14 +51,17 @@ class ShardTensor(torch.Tensor):
     _rectangles: tuple[Rectangle, ...]
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], stride: Sequence[int], segments: Sequence[Segment]) -> ShardTensor:
+    def __new__(
+        cls, shape: Sequence[int], stride: Sequence[int], segments: Sequence[Segment], *, apart: bool = False
+    ) -> ShardTensor:
         """Makes a tensor of the whole shape without memory."""
         dtype = segments[0].values.dtype
         self: ShardTensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
         self._stride = tuple(stride)
         self._segments = tuple(segments)
         limit = CHUNK_BYTES // dtype.itemsize
-        self._rectangles = rectangles(shape, stride, segments[0].start, segments[-1].stop, limit)
+        runs = [(s.start, s.stop) for s in segments] if apart else [(segments[0].start, segments[-1].stop)]
+        self._rectangles = tuple(r for start, stop in runs for r in rectangles(shape, stride, start, stop, limit))
         return self
 
     @classmethod
@@ -94,7 +98,7 @@ class ShardTensor(torch.Tensor):
         return [ChunkStorageMetadata(torch.Size(r.offsets), torch.Size(r.sizes)) for r in self._rectangles]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """A rectangle's elements: a view where they lie in one segment (always so while loading), else a copy."""
+        """A rectangle's elements: a view where they lie in one segment, else a copy."""
         for rectangle in self._rectangles:
             if torch.Size(rectangle.offsets) == index.offset:
                 return rectangle.view(self._run(rectangle.start, rectangle.start + rectangle.numel))

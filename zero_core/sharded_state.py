@@ -216,12 +216,19 @@ class OptimizerLoad:
             dtype: `None` for the parameter's own while it is stepped.
         """
         partition, index = self._where[name]
-        segments = partition.master.state_segments(index, key, dtype or partition.master.step_dtype)
+        dtype = dtype or partition.master.step_dtype
+        segments = self._held(name, key, dtype) or partition.master.state_segments(index, key, dtype)
         if not segments:
             return None
         self._rooms.setdefault(name, {})[key] = segments
         layout = partition.layout.params[index]
-        return ShardTensor(layout.shape, layout.stride, segments)
+        return ShardTensor(layout.shape, layout.stride, segments, apart=True)
+
+    def _held(self, name: str, key: str, dtype: torch.dtype) -> list[Segment]:
+        """The state as it is now, to be overwritten: a second one beside it might not fit."""
+        found = [(item, self._bound.optimizer.state.get(item.param, {}).get(key)) for item in self._slices(name)]
+        fits = [isinstance(v, Tensor) and v.dtype == dtype and v.shape == item.param.shape for item, v in found]
+        return [Segment(item.piece.start, value) for item, value in found] if all(fits) else []
 
     def finish(self, groups: list[dict[str, Any]], rounding: Mapping[str, Tensor]) -> None:
         """Gives the optimizer what was filled in, and the rest of its state.

@@ -3,13 +3,15 @@
 A rank that calls alone what all must call, or takes another way through the model, leaves everybody waiting until the
 process group's timeout. Here each rank notes what it has posted to the others and what it waits for. One that has waited
 for some seconds publishes its notes in the store; when all have, and each waits for something that another has not posted,
-nobody can go on. Slow ranks and slow networks do not look like that.
+nobody can go on. Slow ranks and slow networks do not look like that. A rank in torch's own barrier waits for all, too: that
+is where the others usually are when `if rank == 0` stands before a call that all must make.
 
 gloo only: NCCL's calls do not block the host, and it has a watchdog of its own.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -30,6 +32,7 @@ import torch.distributed as dist
 _PATIENCE = 5.0  # seconds in one wait before others are asked
 _INTERVAL = 1.0
 _BROKEN = re.compile("Connection|Broken pipe")
+_BARRIER = inspect.unwrap(dist.barrier).__code__
 
 
 class Waitable(Protocol):
@@ -141,6 +144,7 @@ class Watchdog:
         self._posted: Counter[str] = Counter()
         self._published: Operation | None = None
         self._before: list[str] | None = None
+        self._barrier: tuple[int, tuple[Operation, float]] | None = None
         if store is not None:
             threading.Thread(target=_watch, args=(weakref.ref(self),), name="zero_core-watchdog", daemon=True).start()
 
@@ -183,9 +187,11 @@ class Watchdog:
 
     def look(self) -> None:
         """Called now and then: publishes a long wait, and acts when nobody can go on."""
-        waiting = self.waiting
+        waiting = self._place()
         if waiting is None or time.monotonic() - waiting[1] < _PATIENCE:
             self._before = None
+            if self._published is not None:
+                self.retract(self._published)
             return
         operation = waiting[0]
         if self._published is not operation:
@@ -193,7 +199,7 @@ class Watchdog:
             notes["interruptible"] = operation.interruptible
             self._published = operation
             self._store.set(str(self.rank), json.dumps(notes))
-        if self.waiting is not waiting:  # over in the meantime
+        if self._place() is not waiting:  # over in the meantime
             self.retract(operation)
             return
         notes_of_all = self._read()
@@ -203,6 +209,19 @@ class Watchdog:
         found = [json.loads(text) for text in notes_of_all]
         if _nobody_goes_on(found):
             self._act(found)
+
+    def _place(self) -> tuple[Operation, float] | None:
+        """What the main thread waits in, and since when."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        if self.waiting is not None or frame is None or frame.f_code is not _BARRIER:
+            self._barrier = None
+            return self.waiting
+        if frame.f_locals.get("group") not in (None, dist.group.WORLD):
+            return None
+        if self._barrier is None or self._barrier[0] != id(frame):
+            operation = Operation(self, "torch.distributed.barrier()", 1, interruptible=False)
+            self._barrier = id(frame), (operation, time.monotonic())
+        return self._barrier[1]
 
     def _read(self) -> list[str] | None:
         keys = [str(rank) for rank in range(self._world_size)]

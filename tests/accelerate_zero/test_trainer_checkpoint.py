@@ -18,7 +18,7 @@ from tests.helpers import models
 from tests.helpers.cases import Cases, check, folder
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import losses, trainer
-from zero_core import engine_of, verify_checkpoint
+from zero_core import consolidate, engine_of, verify_checkpoint
 
 cases = Cases(__name__)
 outcomes = cases.fixture(2, timeout=200)
@@ -28,7 +28,9 @@ BEST = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": Tru
 
 
 def weights(run: Any) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in engine_of(run.model).full_state_dict(all_ranks=True).items()}
+    engine = engine_of(run.model)
+    state = run.model.state_dict() if engine is None else engine.full_state_dict(all_ranks=True)
+    return {name: value.clone() for name, value in state.items()}
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], tolerance: float = 1e-6) -> bool:
@@ -207,3 +209,8 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     rest = tensors(run_ranks(1, part, str(tmp_path), 1, 8, True)[0])
     assert same(rest, whole, 5e-5)  # Adam amplifies the rounding of another order of sums
     verify_checkpoint(tmp_path / "checkpoint-4" / "optimizer_zero")
+    # And transformers' own Trainer, with DDP, once the optimizer's state is one of its files.
+    middle = tmp_path / "checkpoint-2"
+    consolidate(middle / "optimizer_zero", middle / "optimizer.pt", optimizer="optimizer")
+    plain = tensors(run_ranks(2, part, str(tmp_path), 0, 4, True)[0])
+    assert same(plain, whole, 5e-5)

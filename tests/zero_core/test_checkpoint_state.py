@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import tempfile
+import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tests.helpers.allocations import PeakBytes
 from tests.helpers.cases import Cases, check, folder
 from tests.helpers.twin import OPTIMIZERS, decay_groups, random_batch
 from zero_core import (
@@ -27,6 +30,7 @@ from zero_core import (
     load_checkpoint,
     save_checkpoint,
     shard,
+    shard_tensor,
 )
 
 cases = Cases(__name__)
@@ -469,6 +473,35 @@ def shards_come_back_wherever_they_live(stage: int) -> None:
             run.load(saved_at)
             check_loaded(run, saved)
             run.step(2)
+
+
+@cases.at(1, 3)
+def a_chunk_is_in_memory_beside_the_shards(stage: int) -> None:
+    chunk, width, layers = 2**16, 256, 8  # 2.1 MB of weights
+    small = 2**18  # names, places, checksums, and what torch sends around as objects
+
+    def run(seed: int) -> Run:
+        torch.manual_seed(seed)
+        layout = nn.Sequential(nn.Linear(5, width), *(nn.Linear(width, width) for _ in range(layers)))
+        return Run(layout, stage)
+
+    source = run(0)
+    place, saved = source.save()
+    again = run(1)
+    again.step(0)
+    with mock.patch.object(shard_tensor, "CHUNK_BYTES", chunk):
+        for call in (lambda: save_checkpoint(place, source.engine, source.optimizer), lambda: again.load(place)):
+            call()  # what the first call imports
+            tracemalloc.start()
+            try:
+                with PeakBytes() as tensors:
+                    call()
+                python = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+            assert tensors.peak <= 2 * chunk + small, tensors.peak  # the one read or written, and its place in the file
+            assert python <= 2 * chunk + 4 * small, python
+    check_loaded(again, saved)
 
 
 # -- weights alone ---------------------------------------------------------------------------------------------------

@@ -143,6 +143,8 @@ def test_consolidate_writes_plain_weights(root: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert "Written" in zero("consolidate", root / "ours", tmp_path / "half.safetensors", "--dtype", "bfloat16")
     assert {tensor.dtype for tensor in load_file(tmp_path / "half.safetensors").values()} == {torch.bfloat16}
+    zero("consolidate", root / "ours", tmp_path / "optimizer.pt", "--optimizer", "optimizer")
+    assert torch.load(tmp_path / "optimizer.pt", weights_only=True).keys() == {"state", "param_groups"}
 
 
 def test_convert_keeps_weights_optimizer_and_extra_state(root: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -21,13 +22,14 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_model
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from transformers import GPT2LMHeadModel
 
 from tests.helpers import models
 from tests.helpers.allocations import PeakBytes
 from tests.helpers.ranks import run_ranks
+from tests.helpers.twin import OPTIMIZERS
 from zero_core import CheckpointError, ZeroConfig, consolidate, save_checkpoint, shard
 from zero_core.conversion import convert
 from zero_core.shard_tensor import CHUNK_BYTES
@@ -215,6 +217,46 @@ def test_what_does_not_fit_is_refused_with_the_reason(root: Path, tmp_path: Path
     with pytest.raises(CheckpointError, match="there is no checkpoint at"):
         consolidate(tmp_path / "nothing")
     assert os.listdir(tmp_path) == ["complex.pt"]
+
+
+def save_trained(root: str) -> bytes:
+    """Ours with optimizer state, and FSDP2's without groups; what one process would have, as a file."""
+    model, rank = models.build("gpt2"), dist.get_rank()
+    engine = shard(model, ZeroConfig(stage=3, unit_numel=3000))
+    optimizer = engine.bind(OPTIMIZERS["adamw"](model))
+    models.loss(model, models.part(models.batch("gpt2", 0), rank, 2)).backward()
+    optimizer.step()
+    save_checkpoint(f"{root}/trained", engine, optimizer)
+    buffer = io.BytesIO()
+    torch.save(engine.full_optimizer_state_dict(optimizer), buffer)
+    sharded = models.build("mlp")
+    fully_shard(sharded, mesh=dist.init_device_mesh("cpu", (2,)))
+    adam = torch.optim.AdamW(sharded.parameters())
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    dcp.save({"optimizer": get_optimizer_state_dict(sharded, adam, options=options)}, checkpoint_id=f"{root}/flat")
+    return buffer.getvalue()
+
+
+def test_an_optimizers_state_goes_on_in_one_process(root: Path, tmp_path: Path) -> None:
+    wanted = torch.load(io.BytesIO(run_ranks(2, save_trained, str(tmp_path))[0]), weights_only=True)
+    (file,) = consolidate(tmp_path / "trained", tmp_path / "optimizer.pt", optimizer="optimizer")
+    assert sorted(os.listdir(tmp_path)) == ["flat", "optimizer.pt", "trained"]
+    for found in (consolidate(tmp_path / "trained", optimizer="optimizer"), torch.load(file, weights_only=True)):
+        assert found["param_groups"] == wanted["param_groups"] and list(found["state"]) == list(wanted["state"])
+        for number, entries in wanted["state"].items():
+            assert_same(found["state"][number], entries)
+    plain = models.build("gpt2")
+    plain.load_state_dict(consolidate(tmp_path / "trained"))
+    optimizer = OPTIMIZERS["adamw"](plain)
+    optimizer.load_state_dict(found)
+    models.loss(plain, models.batch("gpt2", 1)).backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"has no optimizer 'other'; it has \['optimizer'\]"):
+        consolidate(tmp_path / "trained", optimizer="other")
+    with pytest.raises(ValueError, match=r"expected a .pt, .pth or .bin file for an optimizer's state"):
+        consolidate(tmp_path / "trained", tmp_path / "optimizer.safetensors", optimizer="optimizer")
+    with pytest.raises(CheckpointError, match="does not say in which groups"):
+        consolidate(tmp_path / "flat", optimizer="optimizer")
 
 
 WIDTH, LAYERS = 1600, 16

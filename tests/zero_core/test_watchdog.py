@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.helpers import models
 from tests.helpers.ranks import run_ranks
-from zero_core import ZeroConfig, shard, watchdog
+from zero_core import ZeroConfig, save_checkpoint, shard, watchdog
 
 
 def hurry() -> None:
@@ -44,6 +44,46 @@ def test_a_call_that_one_rank_makes_alone_is_named(world_size: int) -> None:
     assert "rank 0 waits in engine.full_state_dict()" in message
     assert "rank 1 waits in the gather of the weights of '0.weight'" in message
     assert "only some ranks make" in message and seconds < 10
+
+
+def saves_alone(folder: str) -> tuple[str, float]:
+    """The usual mistake: `if rank == 0: save(...)`, and then all meet at a barrier."""
+    hurry()
+    model = models.mlp()
+    engine = shard(model, ZeroConfig(stage=2))
+    message, seconds = "", 0.0
+    dist.barrier()
+    if dist.get_rank() == 0:
+        start = time.monotonic()
+        with pytest.raises(RuntimeError) as caught:
+            save_checkpoint(f"{folder}/checkpoint", engine)
+        message, seconds = str(caught.value), time.monotonic() - start
+    dist.barrier()
+    save_checkpoint(f"{folder}/checkpoint", engine)
+    return message, seconds
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_save_on_one_rank_before_a_barrier_is_named(world_size: int, tmp_path: Path) -> None:
+    message, seconds = run_ranks(world_size, saves_alone, str(tmp_path), timeout=60)[0]
+    assert "rank 0 waits in save_checkpoint()" in message and seconds < 10
+    assert all(f"rank {rank} waits in torch.distributed.barrier()" in message for rank in range(1, world_size))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def waits_long() -> None:
+    """Barriers that last longer than the watchdog's patience, because a rank is busy, are nothing wrong."""
+    hurry()
+    engine = shard(models.mlp(), ZeroConfig(stage=3))
+    for _ in range(2):
+        if dist.get_rank() == 0:
+            time.sleep(2)
+        dist.barrier()
+        engine.full_state_dict()
+
+
+def test_a_long_wait_in_a_barrier_is_no_dead_end() -> None:
+    run_ranks(2, waits_long, timeout=60)
 
 
 class Forks(nn.Module):
