@@ -46,9 +46,13 @@ class Place(_StorageInfo):
 
     Attributes:
         crc32: checksum of the file up to the chunk, and up to its end: one pass yields the file's and all chunks'.
+        shape: of a chunk that is plain numbers.
+        stride: in which these follow each other; `None` for a chunk that is something else.
     """
 
     crc32: tuple[int, int] | None = None
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] | None = None
 
     def to_torch(self) -> _StorageInfo:
         """The same without what torch does not know."""
@@ -157,7 +161,7 @@ def index_to_json(metadata: Metadata) -> str:
 
     def place(fqn: str, offsets: torch.Size | None) -> list[Any]:
         info = places[fqn, offsets]
-        return [info.relative_path, info.offset, info.length, info.crc32]
+        return [info.relative_path, info.offset, info.length, info.crc32, info.stride]
 
     tensors, values = {}, {}
     for fqn, entry in metadata.state_dict_metadata.items():
@@ -181,14 +185,17 @@ def index_from_json(text: str | bytes) -> Metadata:
         chunks = []
         for offsets, sizes, *place in tensor["chunks"]:
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-            places[MetadataIndex(fqn, torch.Size(offsets))] = _place(*place)
+            places[MetadataIndex(fqn, torch.Size(offsets))] = _place(sizes, *place)
         properties = TensorProperties(dtype=getattr(torch, tensor["dtype"]))
         entries[fqn] = TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)
     for fqn, place in given["values"].items():
         entries[fqn] = BytesStorageMetadata()
-        places[MetadataIndex(fqn)] = _place(*place)
+        places[MetadataIndex(fqn)] = _place([], *place)
     return Metadata(entries, storage_data=places)
 
 
-def _place(file: str, offset: int, length: int, crc32: list[int]) -> Place:
-    return Place(file, offset, length, crc32=(crc32[0], crc32[1]))
+def _place(
+    shape: list[int], file: str, offset: int, length: int, crc32: list[int], stride: list[int] | None = None
+) -> Place:
+    strides = None if stride is None else tuple(stride)
+    return Place(file, offset, length, crc32=(crc32[0], crc32[1]), shape=tuple(shape), stride=strides)

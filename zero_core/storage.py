@@ -6,10 +6,12 @@ import ctypes
 import dataclasses
 import errno
 import io
+import math
 import os
 import pickle
 import re
 import shutil
+import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -492,8 +494,8 @@ class Writer(StorageWriter):
             with self.folder.writing(name) as file:
                 for item in plan.items:
                     offset, before = file.size, file.crc32
-                    _write_item(file, planner.resolve_data(item))
-                    place = Place(name, offset, file.size - offset, crc32=(before, file.crc32))
+                    stride = _write_item(file, planner.resolve_data(item))
+                    place = Place(name, offset, file.size - offset, crc32=(before, file.crc32), stride=stride)
                     results.append(WriteResult(item.index, place.length, place))
             self.records[name] = file.record
         done: Future[list[WriteResult]] = Future()
@@ -531,15 +533,18 @@ class Writer(StorageWriter):
         return True
 
 
-def _write_item(file: FileWriter, data: Tensor | io.BytesIO) -> None:
+def _write_item(file: FileWriter, data: Tensor | io.BytesIO) -> tuple[int, ...] | None:
+    """Writes what torch's reader reads; returns the stride of plain numbers."""
     if isinstance(data, io.BytesIO):
         file.write(data.getbuffer())
-        return
+        return None
+    tensor = _on_its_own(data.detach().cpu().resolve_conj().resolve_neg())
     # torch's reader does not look at the archive's own checksum; the index has one that ours looks at.
     settings: Any = serialization_config
     with settings.patch({"save.compute_crc32": False}):
-        torch.save(_on_its_own(data.detach().cpu().resolve_conj().resolve_neg()), cast(BinaryIO, file))
+        torch.save(tensor, cast(BinaryIO, file))
     file.raise_if_failed()
+    return tensor.stride() if type(tensor) is Tensor else None
 
 
 def _on_its_own(tensor: Tensor) -> Tensor:
@@ -628,19 +633,33 @@ class Reader(IndexedReader):
 
     def _read_chunk(self, file: BinaryIO, items: list[ReadItem], planner: LoadPlanner) -> None:
         place, name = self._place(items[0]), items[0].storage_index.fqn
-        content = io.BytesIO(self.folder.read_part(file, place, name))
+        data = self.folder.read_part(file, place, name)
         if items[0].type is LoadItemType.BYTE_IO:
-            planner.load_bytes(items[0], content)
+            planner.load_bytes(items[0], io.BytesIO(data))
             return
         try:
-            chunk: Tensor = torch.load(content, map_location="cpu", weights_only=True)
+            if isinstance(place, Place) and place.stride is not None:
+                chunk = _numbers(data, place, cast(Any, self.index.state_dict_metadata[name]).properties.dtype)
+            else:
+                chunk = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:
             raise self.folder.damaged(place.relative_path, name, str(error)) from error
-        content.close()
         for item in items:
             target = planner.resolve_tensor(item).detach()
             target.copy_(narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths))
             planner.commit_tensor(item, target)
+
+
+def _numbers(data: bytes, place: Place, dtype: torch.dtype) -> Tensor:
+    """A tensor over the bytes of the archive that torch.save made of it: without a copy, and without its pickle."""
+    count = math.prod(place.shape) * dtype.itemsize
+    if count == 0 or place.stride is None:
+        return torch.empty(place.shape, dtype=dtype)
+    archive: Any = torch._C.PyTorchFileReader(io.BytesIO(data))
+    start = archive.get_record_offset("data/0")
+    with warnings.catch_warnings(action="ignore"):  # that they cannot be written to
+        numbers = torch.frombuffer(data, dtype=torch.uint8, count=count, offset=start)
+    return numbers.view(dtype).as_strided(place.shape, place.stride)
 
 
 def read_index(folder: Folder, below: str = "") -> Metadata:
