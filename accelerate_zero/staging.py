@@ -116,6 +116,16 @@ def rotate(run_dir: str, limit: int | None, best: str | None) -> None:
             remove(checkpoint)
 
 
+def keep_only(best: str) -> None:
+    """Removes all checkpoints of a run but one. One process."""
+    from transformers.trainer_utils import sort_checkpoints
+
+    for checkpoint in sort_checkpoints(os.path.dirname(best)):
+        if checkpoint != str(Path(best)):
+            with suppress(OSError):
+                remove(checkpoint)
+
+
 def _name_best(args: Any, state: Any, run_dir: str, target: str) -> None:
     """Trainer looked for the best checkpoint beside the one it wrote."""
     best = os.path.join(run_dir, f"checkpoint-{state.best_global_step}")

@@ -18,7 +18,7 @@ import torch
 from accelerate_zero.accelerator import Accelerator
 from accelerate_zero.optimizer import ZeroOptimizer
 from accelerate_zero.plugin import ZeroPlugin
-from accelerate_zero.staging import aside_of, rotate, staging
+from accelerate_zero.staging import aside_of, keep_only, rotate, staging
 from zero_core import deferred_loading, engine_of, load_checkpoint, save_checkpoint
 from zero_core.checkpoint import random_state, set_random_state
 from zero_core.collectives import raising_together
@@ -179,6 +179,8 @@ def _load_best_model(stock: Stock, trainer: Any) -> None:
     trainer.accelerator.wait_for_everyone()  # for the rank that wrote it
     with _loading(trainer.model):
         stock()
+    if trainer.args.should_save and trainer.args.save_total_limit == 1:
+        keep_only(trainer.state.best_model_checkpoint)  # as Trainer does next, in a way that can be interrupted
 
 
 def prediction_step(stock: Stock, trainer: Any, *args: Any, **kwargs: Any) -> Any:

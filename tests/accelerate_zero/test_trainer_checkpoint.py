@@ -7,6 +7,7 @@ import shutil
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from accelerate_zero import staging
 from tests.helpers import models
 from tests.helpers.cases import Cases, check, folder
 from tests.helpers.ranks import run_ranks
@@ -104,6 +106,13 @@ def rotation_keeps_the_best_and_the_last(stage: int) -> None:
     state = json.loads(Path(path, "checkpoint-4", "trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == f"{path}/{best}"
     verify_checkpoint(f"{path}/checkpoint-4/optimizer_zero")
+    path = folder()
+    run = trainer(stage, path, save_total_limit=1, learning_rate=0.1, **EVERY_STEP, **BEST)
+    with mock.patch.object(staging, "remove", wraps=staging.remove) as removing:
+        run.train()
+    assert run.state.best_global_step == 1 and names(path) == ["checkpoint-1"]
+    removed = [Path(call.args[0]).name for call in removing.call_args_list]
+    assert removed == (["checkpoint-2", "checkpoint-3", "checkpoint-4"] if dist.get_rank() == 0 else [])
 
 
 @cases

@@ -20,7 +20,7 @@ from tests.helpers.twin import Pair, random_batch
 from zero_core import PartitionedParameterError
 
 cases = Cases(__name__)
-outcomes = cases.fixture(2, 3)
+outcomes = cases.fixture(3)
 
 
 SMALL = {"unit_numel": 1}  # every layer a unit of its own, so that there is something to get wrong

@@ -23,7 +23,7 @@ from tests.helpers.twin import OPTIMIZERS, HalfTwin, full_grads
 from zero_core import MixedPrecision, ZeroConfig, ZeroEngine, ZeroGradScaler, shard
 
 cases = Cases(__name__)
-outcomes = cases.fixture(2, 3)
+outcomes = cases.fixture(3)
 
 STEPS = 4
 
