@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zero_core.checkpoint import check_plain
 from zero_core.shard_tensor import ShardTensor
-from zero_core.sharded_state import ModelState
+from zero_core.sharded_state import ModelState, clean
 from zero_core.storage import Folder, beside, flush, remove, sync_directory
 from zero_core.storage import replace as take_place
 from zero_core.stored import Stored, open_checkpoint
@@ -70,6 +70,15 @@ def to_dict(state: ModelState) -> dict[str, Any]:
         kept = state.tied.get(name, name)
         found[name] = found[kept] if kept != name else state.tensors.get(name, torch.empty(shape, device="meta"))
     return found | state.values
+
+
+def plain_state(module: pl.LightningModule) -> dict[str, Any]:
+    """The state dict of a module that is whole; tied names share a tensor."""
+    shared: dict[int, Any] = {}
+    return {
+        clean(name): shared.setdefault(id(value), value.detach() if isinstance(value, Tensor) else value)
+        for name, value in module.state_dict(keep_vars=True).items()
+    }
 
 
 def from_dict(state: Mapping[str, Any]) -> ModelState:

@@ -22,7 +22,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
@@ -37,11 +37,13 @@ from zero_core import (
     ZeroStage,
     async_save_checkpoint,
     deferred_loading,
+    engine_of,
     load_checkpoint,
     save_checkpoint,
     shard,
 )
 from zero_core.collectives import destroy_process_groups_at_exit, raising_together
+from zero_core.sharded_state import ModelState, OptimizerState
 
 
 class ZeroStrategy(DDPStrategy):
@@ -117,6 +119,8 @@ class ZeroStrategy(DDPStrategy):
             start_method=start_method,
         )
         self._engine: ZeroEngine | None = None
+        self._closed: ZeroEngine | None = None  # after a run, for a checkpoint of how it ended
+        self._ended: dict[str, OptimizerState] = {}  # of its optimizers
         self._failed = False
         self._opened: sharded.Opened | None = None  # from `load_checkpoint` until its state is handed out
         self._save: Future[None] | None = None  # the latest one that goes on beside training
@@ -166,6 +170,7 @@ class ZeroStrategy(DDPStrategy):
             raise AssertionError("Lightning calls setup after connect")
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        self._closed, self._ended = None, {} if fitting else self._ended
         if fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
         self._failed = False
@@ -195,6 +200,7 @@ class ZeroStrategy(DDPStrategy):
             self._teardown_rest(move_module=False)
             return
         self._finish_save()
+        self._keep_for_checkpoints(engine)
         whole = not self.config.zero_stage.shards_parameters or self._all_ranks_have_room(engine)
         if whole:
             engine.close()
@@ -204,6 +210,15 @@ class ZeroStrategy(DDPStrategy):
                 "`ZeroEngine.full_state_dict` while the Trainer runs, or a checkpoint."
             )
         self._teardown_rest(move_module=whole)
+
+    def _keep_for_checkpoints(self, engine: ZeroEngine) -> None:
+        """Keeps what `Trainer.save_checkpoint` writes after the run; optimizers keep these tensors anyway."""
+        self._closed = engine
+        fitting = self._module.trainer.state.fn == TrainerFn.FITTING
+        for key, optimizer in self._optimizers_by_key().items() if fitting else ():
+            state = engine.optimizer_state(optimizer)
+            # Lightning moves the optimizer's own off the device.
+            self._ended[key] = state if self.root_device.type == "cpu" else state.copy()
 
     def _teardown_rest(self, move_module: bool) -> None:
         if self.lightning_module is not None and self.lightning_module._trainer is not None and self._layer_sync:
@@ -286,15 +301,20 @@ class ZeroStrategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part of the state; for `save_format="full"` all of it on rank 0, `{}` elsewhere. All ranks."""
+        if self._is_plain_again:
+            return sharded.plain_state(self._module) if self.save_format == "sharded" or self.is_global_zero else {}
         if self.save_format == "sharded":
-            return sharded.to_dict(self.engine.model_state())
-        return self.engine.full_state_dict()
+            return sharded.to_dict(self._latest.model_state())
+        return self._latest.full_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer state in plain torch's layout, on rank 0. All ranks. Sharded saves take it later."""
         if self.save_format == "sharded":
             return {}
-        return self.engine.full_optimizer_state_dict(getattr(optimizer, "optimizer", optimizer))
+        if self._is_plain_again:
+            rank_zero_warn("The run is over, and a whole checkpoint of it has no optimizer state: save before it ends.")
+            return {}
+        return self._latest.full_optimizer_state_dict(getattr(optimizer, "optimizer", optimizer))
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
@@ -314,12 +334,14 @@ class ZeroStrategy(DDPStrategy):
         with raising_together():
             rest = sharded.rest_of(checkpoint)
         optimizers = self._optimizers_by_key() if "optimizer_states" in checkpoint else {}
-        states = {"model": sharded.from_dict(checkpoint["state_dict"])}
+        engine = self._latest
+        model = sharded.from_dict(checkpoint["state_dict"])
+        states: dict[str, ModelState | OptimizerState] = {"model": model, **self._ended}
         if isinstance(self.checkpoint_io, AsyncCheckpointIO):
             self._finish_save()
-            self._save = async_save_checkpoint(filepath, self.engine, optimizers, rest, states=states)
+            self._save = async_save_checkpoint(filepath, engine, optimizers, rest, states=states)
         else:
-            save_checkpoint(filepath, self.engine, optimizers, rest, states=states)
+            save_checkpoint(filepath, engine, optimizers, rest, states=states)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Removes a checkpoint; where a save is on its way beside training, once that one is complete. All ranks."""
@@ -367,6 +389,15 @@ class ZeroStrategy(DDPStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             if state:  # a directory's came with the weights
                 self.engine.load_full_optimizer_state_dict(optimizer, state)
+
+    @property
+    def _latest(self) -> ZeroEngine:
+        """The engine of the run, also when that is over."""
+        return self.engine if self._closed is None else self._closed
+
+    @property
+    def _is_plain_again(self) -> bool:
+        return self._closed is not None and engine_of(self._module) is None
 
     @property
     def _module(self) -> pl.LightningModule:

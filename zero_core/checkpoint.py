@@ -86,7 +86,7 @@ def save_checkpoint(
     optimizers: Optimizers = None,
     extra: Mapping[str, Any] | None = None,
     *,
-    states: Mapping[str, ModelState] | None = None,
+    states: Mapping[str, ModelState | OptimizerState] | None = None,
 ) -> None:
     """Saves models, optimizers and everything else into one directory. All ranks.
 
@@ -101,7 +101,7 @@ def save_checkpoint(
         extra: plain values (numbers, text, tensors, lists and dicts of them), and objects with a `state_dict()`
             (schedulers, scalers), of which that is kept. Rank 0's is saved. Random number generators are saved by
             themselves, each rank's own.
-        states: of a model by its key, what to write instead of its state (`ModelState()` for nothing of it).
+        states: of a model or optimizer by its key, what to write instead of its state (`ModelState()` for nothing of it).
 
     Raises:
         ValueError: a value of `extra` is not plain.
@@ -118,7 +118,7 @@ def async_save_checkpoint(
     optimizers: Optimizers = None,
     extra: Mapping[str, Any] | None = None,
     *,
-    states: Mapping[str, ModelState] | None = None,
+    states: Mapping[str, ModelState | OptimizerState] | None = None,
 ) -> Future[None]:
     """`save_checkpoint` that returns when this rank's part is copied into host memory; the rest goes on beside training.
 
@@ -232,7 +232,7 @@ def _snapshot(
     engines: Engines,
     optimizers: Optimizers,
     extra: Mapping[str, Any] | None,
-    given: Mapping[str, ModelState] | None,
+    given: Mapping[str, Any] | None,
     copies: bool = False,
 ) -> Snapshot:
     models, bound = _by_key(engines, "model"), _by_key(optimizers or {}, "optimizer")
@@ -243,9 +243,16 @@ def _snapshot(
             raise ValueError(
                 f"a model and an optimizer have the same key: {', '.join(map(repr, sorted(both)))}. Give each its own."
             )
-        states = {k: given[k] if given and k in given else engine.model_state() for k, engine in models.items()}
-        owners = {key: owner(key, optimizer, models) for key, optimizer in bound.items()}
-        optimizer_states = {key: models[owners[key]].optimizer_state(optimizer) for key, optimizer in bound.items()}
+        given = given or {}
+        states = {key: given[key] if key in given else engine.model_state() for key, engine in models.items()}
+        owners = {
+            key: next(iter(models)) if key in given and len(models) == 1 else owner(key, optimizer, models)
+            for key, optimizer in bound.items()
+        }
+        optimizer_states = {
+            key: given[key] if key in given else models[owners[key]].optimizer_state(optimizer)
+            for key, optimizer in bound.items()
+        }
         records = (
             {
                 key: ModelRecord(engine.config.zero_stage.value, _precision(engine), states[key].tied)

@@ -243,6 +243,36 @@ def directories_of_the_core_and_back(stage: int) -> None:
     assert found.optimizers == ["optimizer"] and found.extra["global_step"] == 1
 
 
+@cases
+def a_run_that_is_over_is_saved_as_it_ended(stage: int) -> None:
+    path = folder()
+    first = Module("gpt2", "adamw")  # with a tied head
+    run = trainer(f"zero{stage}", max_epochs=1)
+    run.fit(first, loader("gpt2", BATCHES))
+    run.save_checkpoint(f"{path}/end.ckpt")
+    run.validate(first, loader("gpt2", 1), verbose=False)
+    run.save_checkpoint(f"{path}/weights.ckpt", weights_only=True)
+    expected = first.whole_state()
+    assert difference(Module.load_from_checkpoint(f"{path}/weights.ckpt"), expected) == 0
+    whole, resumed = Module("gpt2", "adamw"), Module("gpt2", "adamw", seed=1)
+    for module, start in ((whole, None), (resumed, f"{path}/end.ckpt")):
+        trainer(f"zero{stage}", max_epochs=2).fit(module, loader("gpt2", BATCHES), ckpt_path=start)
+    assert resumed.losses == whole.losses[BATCHES:]
+    full = trainer(lightning_zero.ZeroStrategy(stage=stage, save_format="full"))
+    full.fit(module := Module("gpt2", "adamw"), loader("gpt2", BATCHES))
+    with mock.patch.object(lightning_zero.strategy, "rank_zero_warn") as warned:
+        full.save_checkpoint(f"{path}/full.ckpt")
+    assert "has no optimizer state" in warned.call_args.args[0]
+    dist.barrier()
+    assert difference(module, torch.load(f"{path}/full.ckpt", weights_only=False)["state_dict"]) == 0
+    # A module that is too large for all ranks to hold whole.
+    with mock.patch.object(lightning_zero.ZeroStrategy, "_all_ranks_have_room", return_value=False):
+        run = trainer(f"zero{stage}")
+        run.fit(Module("gpt2", "adamw"), loader("gpt2", BATCHES))
+        run.save_checkpoint(f"{path}/large.ckpt")
+    assert difference(Module.load_from_checkpoint(f"{path}/large.ckpt"), expected) == 0
+
+
 class CpuFSDP(FSDPStrategy):
     """Lightning's, but for the GPU that it wants."""
 

@@ -502,6 +502,11 @@ def a_chunk_is_in_memory_beside_the_shards(stage: int) -> None:
                 tracemalloc.stop()
             assert tensors.peak <= 2 * chunk + small, tensors.peak
             assert python <= 2 * chunk + 2 * small, python
+    # And no rank reads more than its part.
+    with mock.patch.object(storage.Folder, "read_part", autospec=True, side_effect=storage.Folder.read_part) as reading:
+        again.load(place)
+    mine = 3 * 4 * sum(p.numel() for p in source.model.parameters()) / 4
+    assert mine <= sum(call.args[2].length for call in reading.call_args_list) < 1.1 * mine
     check_loaded(again, saved)
 
 
