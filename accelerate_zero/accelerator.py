@@ -278,8 +278,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     ) -> None:
         """Loads what `save_state` saved, at any number of ranks and stage; each rank reads its part. All ranks.
 
-        Takes states of Accelerate's own as well (DDP's, FSDP's with sharded state, DeepSpeed's), and what
-        `zero_core.load_checkpoint` takes: then weights and optimizers go on from it, and the rest starts afresh.
+        Takes states of Accelerate's own as well (DDP's, FSDP's), and what `zero_core.load_checkpoint` takes: then weights
+        and optimizers go on from it, and the rest starts afresh.
 
         Args:
             input_dir: the directory; `None` for the newest one of automatic naming.

@@ -74,7 +74,10 @@ def _target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None)
             raise ValueError(
                 "save_state() needs output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True), got neither."
             )
-        return os.path.abspath(os.path.expanduser(output_dir))
+        path = os.path.abspath(os.path.expanduser(output_dir))
+        if os.path.isfile(path):
+            raise NotADirectoryError(f"save_state() needs a directory, and {path} is a file.")
+        return path
     number = accelerator.save_iteration
     target = os.path.join(_states_dir(accelerator), f"checkpoint_{number}")
     if os.path.exists(target):

@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from zero_core.collectives import raising_together
-from zero_core.storage import Folder, beside, flush_tree, recover, remove, replace, sync_directory
+from zero_core.storage import Folder, beside, flush_tree, recover, remove, replace, sync_directory, where_it_is
 
 # Neither Trainer's `get_last_checkpoint` nor rotation take a name with a leading dot for a checkpoint.
 _LEFT_OVER = re.compile(r"\.checkpoint[-_]\d+\.partial")
@@ -40,6 +40,7 @@ def taking_place(target: str, writes: bool) -> Iterator[str]:
     Raises:
         Exception: something failed, on all ranks; nothing of the save is left then.
     """
+    target = where_it_is(target)
     aside = beside(target, "partial")
     written = os.path.join(aside, os.path.basename(target))
     try:

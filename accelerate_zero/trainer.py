@@ -35,7 +35,7 @@ class ZeroTrainerMixin:
     """Makes a `Trainer` (or one derived from it, like TRL's `SFTTrainer`) train sharded models.
 
     `class MyTrainer(ZeroTrainerMixin, Trainer)`. Everything else stays: arguments, callbacks, checkpoints that
-    `from_pretrained` and plain optimizers read, `resume_from_checkpoint` at any number of ranks.
+    `from_pretrained` reads, `resume_from_checkpoint` at any number of ranks.
 
     Args:
         *args: the Trainer's.

@@ -276,9 +276,9 @@ class Staging:
     """
 
     def __init__(self, target: Folder, save_id: str) -> None:
-        self.target = target
+        self.target = Folder(where_it_is(target.path)) if target.is_local else target
         self.save_id = save_id
-        self.folder = Folder(beside(target.path, "partial")) if target.is_local else target
+        self.folder = Folder(beside(self.target.path, "partial")) if target.is_local else target
 
     def prepare(self) -> None:
         """Makes the directory. One rank."""
@@ -335,13 +335,18 @@ def remove(path: str | os.PathLike[str]) -> None:
         if folder.exists(NAME):
             folder.fs.rm(folder / NAME)
         folder.fs.rm(folder.path, recursive=True)
-    elif os.path.isdir(folder.path):
+    elif os.path.isdir(folder.path) and not os.path.islink(folder.path):
         aside = beside(folder.path, "partial")
         _delete(aside)
         os.rename(folder.path, aside)
         _delete(aside)
     else:
         os.unlink(folder.path)
+
+
+def where_it_is(path: str) -> str:
+    """A local path without links: what a link leads to is replaced, and the link stays."""
+    return os.path.realpath(path) if os.path.islink(path) else path
 
 
 def beside(path: str, what: str) -> str:
@@ -395,7 +400,7 @@ def _link(source: str, target: str) -> None:
 
 def _delete(path: str) -> None:
     """Removes a local file or directory, as far as it is there."""
-    if os.path.isdir(path):
+    if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path, ignore_errors=True)
     else:
         with suppress(FileNotFoundError):

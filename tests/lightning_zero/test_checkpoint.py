@@ -105,6 +105,22 @@ def top_k_last_and_best_are_kept_and_found(stage: int) -> None:
         assert len(again.losses) == {"best": 4, "last": 2}[name]
 
 
+@cases.at(2)
+def last_may_be_a_link(stage: int) -> None:
+    path = folder()
+    settings = saving(
+        path, every_n_train_steps=1, save_top_k=2, save_last="link", monitor="step", mode="max", filename="{step}"
+    )
+    module = Module("llama", "adamw")
+    fit(f"zero{stage}", module, **settings)
+    dist.barrier()
+    assert sorted(os.listdir(path)) == ["last.ckpt", "step=3.ckpt", "step=4.ckpt"]
+    assert os.readlink(f"{path}/last.ckpt") == "step=4.ckpt"
+    again = Module("llama", "adamw", seed=1)
+    fit(f"zero{stage}", again, "last", max_epochs=EPOCHS + 1, **settings)
+    assert len(again.losses) == BATCHES
+
+
 @cases
 def weights_alone_load_for_evaluation_and_elsewhere(stage: int) -> None:
     path = folder()

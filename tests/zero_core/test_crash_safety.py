@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -246,6 +246,40 @@ def what_a_killed_save_left_is_no_checkpoint_and_the_next_one_removes_it(stage: 
     run.save(f"{root}/place", 2)
     assert left_behind(root) == []
     run.assert_loads(f"{root}/place", 2)
+
+
+@cases.at(2)
+def what_is_no_part_of_a_checkpoint_stays_where_it_was(stage: int) -> None:
+    root, run = folder(), Run(stage)
+    if dist.get_rank() == 0:
+        os.makedirs(f"{root}/place/logs/deep")
+        Path(f"{root}/place/logs/deep/events").write_text("mine")
+        Path(f"{root}/place/notes").write_text("mine, too")
+        os.symlink("notes", f"{root}/place/link")
+        os.symlink("place", f"{root}/newest")
+    dist.barrier()
+    ways: list[Any] = [
+        nullcontext(),
+        mock.patch.object(storage, "_exchange", return_value=False),  # as elsewhere than on Linux
+        mock.patch("os.link", side_effect=OSError(errno.EPERM, "no links")),  # as on some file systems
+    ]
+    for number, way in enumerate(ways):
+        with way:
+            run.save(f"{root}/{'newest' if number else 'place'}", number)
+        dist.barrier()
+        assert sorted(os.listdir(root)) == ["newest", "place"] and os.path.islink(f"{root}/newest")
+        names = sorted(name for name in os.listdir(f"{root}/place") if not re.match("[0-9a-f]{8}-", name))
+        assert names == [".metadata", "link", "logs", "manifest.json", "notes"]
+        assert len(glob.glob(f"{root}/place/*.distcp")) == 2
+        assert (
+            Path(f"{root}/place/logs/deep/events").read_text() == "mine"
+            and os.readlink(f"{root}/place/link") == "notes"
+        )
+        run.assert_loads(f"{root}/newest", number)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        storage.remove(f"{root}/newest")
+        assert os.listdir(root) == ["place"] and verify_checkpoint(f"{root}/place")
 
 
 @cases.parametrize()
