@@ -207,6 +207,11 @@ class _Weights(_Content):
         key = next(iter(stored.models)) if model is None else model
         if key not in stored.models:
             raise ValueError(f"{stored.folder.name} has no model '{key}'; it has {sorted(stored.models)}.")
+        if not stored.models[key] and not stored.values.get(key):
+            raise CheckpointError(
+                f"{stored.folder.name} has no weights of '{key}': they were saved elsewhere, as beside the optimizer's state "
+                "of a Trainer."
+            )
         tied, tensors = stored.tied(key), []
         for name, place in stored.models[key].items():
             if name not in tied:

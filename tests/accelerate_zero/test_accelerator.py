@@ -316,6 +316,13 @@ def a_call_on_one_rank_only_is_named_within_seconds(stage: int) -> None:
             ):
                 call()
         accelerate.backward(model(torch.ones(2, 5)).sum())  # and the run goes on
+    # As scripts have it: `if is_main_process: save_state()`, and then all wait.
+    if accelerate.is_main_process:
+        with pytest.raises(
+            RuntimeError, match=r"accelerator\.save_state\(\).*\n.*rank 1 waits in torch\.distributed\.barrier"
+        ):
+            accelerate.save_state(path)
+    accelerate.wait_for_everyone()
     accelerate.save_state(path)
 
 

@@ -33,6 +33,7 @@ from tests.helpers.twin import OPTIMIZERS
 from zero_core import CheckpointError, ZeroConfig, consolidate, save_checkpoint, shard
 from zero_core.conversion import convert
 from zero_core.shard_tensor import CHUNK_BYTES
+from zero_core.sharded_state import ModelState
 
 TIED, KEPT = "lm_head.weight", "transformer.wte.weight"
 
@@ -227,6 +228,7 @@ def save_trained(root: str) -> bytes:
     models.loss(model, models.part(models.batch("gpt2", 0), rank, 2)).backward()
     optimizer.step()
     save_checkpoint(f"{root}/trained", engine, optimizer)
+    save_checkpoint(f"{root}/weightless", engine, optimizer, states={"model": ModelState()})
     buffer = io.BytesIO()
     torch.save(engine.full_optimizer_state_dict(optimizer), buffer)
     sharded = models.build("mlp")
@@ -240,8 +242,9 @@ def save_trained(root: str) -> bytes:
 def test_an_optimizers_state_goes_on_in_one_process(root: Path, tmp_path: Path) -> None:
     wanted = torch.load(io.BytesIO(run_ranks(2, save_trained, str(tmp_path))[0]), weights_only=True)
     (file,) = consolidate(tmp_path / "trained", tmp_path / "optimizer.pt", optimizer="optimizer")
-    assert sorted(os.listdir(tmp_path)) == ["flat", "optimizer.pt", "trained"]
-    for found in (consolidate(tmp_path / "trained", optimizer="optimizer"), torch.load(file, weights_only=True)):
+    assert sorted(os.listdir(tmp_path)) == ["flat", "optimizer.pt", "trained", "weightless"]
+    both = (consolidate(tmp_path / "weightless", optimizer="optimizer"), torch.load(file, weights_only=True))
+    for found in both:
         assert found["param_groups"] == wanted["param_groups"] and list(found["state"]) == list(wanted["state"])
         for number, entries in wanted["state"].items():
             assert_same(found["state"][number], entries)
@@ -255,6 +258,8 @@ def test_an_optimizers_state_goes_on_in_one_process(root: Path, tmp_path: Path) 
         consolidate(tmp_path / "trained", optimizer="other")
     with pytest.raises(ValueError, match=r"expected a .pt, .pth or .bin file for an optimizer's state"):
         consolidate(tmp_path / "trained", tmp_path / "optimizer.safetensors", optimizer="optimizer")
+    with pytest.raises(CheckpointError, match="has no weights of 'model'"):
+        consolidate(tmp_path / "weightless")
     with pytest.raises(CheckpointError, match="does not say in which groups"):
         consolidate(tmp_path / "flat", optimizer="optimizer")
 
