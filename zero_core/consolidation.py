@@ -209,8 +209,8 @@ class _Weights(_Content):
             raise ValueError(f"{stored.folder.name} has no model '{key}'; it has {sorted(stored.models)}.")
         if not stored.models[key] and not stored.values.get(key):
             raise CheckpointError(
-                f"{stored.folder.name} has no weights of '{key}': they were saved elsewhere, as beside the optimizer's state "
-                "of a Trainer."
+                f"{stored.folder.name} has no weights of '{key}': they were saved elsewhere, as beside a Trainer's "
+                "optimizer."
             )
         tied, tensors = stored.tied(key), []
         for name, place in stored.models[key].items():
