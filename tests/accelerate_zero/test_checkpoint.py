@@ -48,6 +48,7 @@ from zero_core import (
 
 cases = Cases(__name__)
 outcomes = cases.fixture(2, timeout=240)
+# Stage 2 keeps what stage 1 does: most cases leave it out.
 
 STEPS = 4
 
@@ -217,7 +218,7 @@ def a_checkpoint_of_another_host_says_what_starts_afresh(stage: int) -> None:
     assert_same_state(run.optimizer.state_dict(), engine.full_optimizer_state_dict(optimizer))
 
 
-@cases
+@cases.at(1, 3)
 def several_models_and_optimizers(stage: int) -> None:
     path = folder() + "/state"
 
@@ -246,7 +247,7 @@ def several_models_and_optimizers(stage: int) -> None:
         assert difference(weights(own), weights(expected)) < 1e-6
 
 
-@cases
+@cases.at(1, 3)
 def what_hooks_take_out_is_theirs(stage: int) -> None:
     """As scripts do that save in a format of their own: the main process writes and takes the state out of the list."""
     path = folder() + "/state"
@@ -293,7 +294,7 @@ def what_hooks_take_out_is_theirs(stage: int) -> None:
     assert_same_state(own_optimizer.state_dict(), optimizer.state_dict())
 
 
-@cases
+@cases.at(1, 3)
 def states_are_numbered_and_limited(stage: int) -> None:
     config = ProjectConfiguration(project_dir=folder(), automatic_checkpoint_naming=True, total_limit=2)
     run = Run(stage, project_config=config)
@@ -321,7 +322,7 @@ def states_are_numbered_and_limited(stage: int) -> None:
         Run(stage).accelerate.save_state()
 
 
-@cases
+@cases.at(1, 3)
 def what_fails_on_one_rank_raises_on_all_and_leaves_the_state_before(stage: int) -> None:
     root = folder()
     path = f"{root}/state"
@@ -366,7 +367,7 @@ def what_users_keep_beside_the_state_stays(stage: int) -> None:
     run.accelerate.load_state(path)
 
 
-@cases
+@cases.at(1, 3)
 def states_of_plain_accelerate_load(stage: int) -> None:
     path = folder() + "/state"
     accelerator(stage)  # leaves the environment that a launcher makes

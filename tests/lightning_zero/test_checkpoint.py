@@ -38,6 +38,7 @@ from zero_core import (
 
 cases = Cases(__name__)
 outcomes = cases.fixture(2, timeout=280)
+# Stage 2 keeps what stage 1 does: most cases leave it out.
 
 BATCHES, EPOCHS = 2, 2
 
@@ -80,7 +81,7 @@ def a_run_goes_on_from_a_directory_at_every_stage(stage: int) -> None:
         )  # Adam divides by small numbers
 
 
-@cases
+@cases.at(1, 3)
 def top_k_last_and_best_are_kept_and_found(stage: int) -> None:
     path = folder()
 
@@ -121,7 +122,7 @@ def last_may_be_a_link(stage: int) -> None:
     assert len(again.losses) == BATCHES
 
 
-@cases
+@cases.at(1, 3)
 def weights_alone_load_for_evaluation_and_elsewhere(stage: int) -> None:
     path = folder()
     module = Module("llama", "adamw")
@@ -138,7 +139,7 @@ def weights_alone_load_for_evaluation_and_elsewhere(stage: int) -> None:
         fit(f"zero{stage}", Module("llama", "adamw"), place)
 
 
-@cases
+@cases.at(1, 3)
 def hooks_see_names_and_may_rename_and_drop(stage: int) -> None:
     class Renames(Module):
         def on_save_checkpoint(self, state: dict[str, Any]) -> None:
@@ -165,7 +166,7 @@ def hooks_see_names_and_may_rename_and_drop(stage: int) -> None:
         Module.load_from_checkpoint(f"{path}/step=2.ckpt")
 
 
-@cases
+@cases.at(1, 3)
 def files_are_written_beside_training(stage: int) -> None:
     path = folder()
     module = Module("llama", "adamw")
@@ -183,7 +184,7 @@ def files_are_written_beside_training(stage: int) -> None:
     assert os.listdir(path) == ["step=4.ckpt"]
 
 
-@cases
+@cases.at(1, 3)
 def a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_last_one(stage: int) -> None:
     path = folder()
     write = checkpoint.dcp_save
@@ -259,7 +260,7 @@ def directories_of_the_core_and_back(stage: int) -> None:
     assert found.optimizers == ["optimizer"] and found.extra["global_step"] == 1
 
 
-@cases
+@cases.at(1, 3)
 def a_run_that_is_over_is_saved_as_it_ended(stage: int) -> None:
     path = folder()
     first = Module("gpt2", "adamw")  # with a tied head

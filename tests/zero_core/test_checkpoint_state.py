@@ -36,6 +36,7 @@ from zero_core import (
 
 cases = Cases(__name__)
 outcomes = cases.fixture(4)
+# Stage 2 keeps what stage 1 does: most cases leave it out.
 
 Make = Callable[[nn.Module], Optimizer]
 
@@ -251,7 +252,7 @@ def frozen_net(seed: int = 0) -> nn.Module:
     return model
 
 
-@cases
+@cases.at(1, 3)
 def groups_and_frozen_parameters_go_on_over_more_ranks(stage: int) -> None:
     source = Run(frozen_net(), stage, ranks=2)
     place, saved = source.save()
@@ -275,7 +276,7 @@ KINDS: dict[str, Make] = {
 STOCHASTIC = MixedPrecision(master=None, rounding="stochastic")
 
 
-@cases
+@cases.at(1, 3)
 def moments_and_step_counts_come_back_in_every_precision(stage: int) -> None:
     """At the same number of ranks the run goes on bit by bit; at another every value is the same."""
     for number, (kind, make) in enumerate(KINDS.items()):
@@ -325,7 +326,7 @@ def int8(model: nn.Module) -> Optimizer:
     return Int8Momentum(model.parameters())
 
 
-@cases
+@cases.at(1, 3)
 def quantised_state_goes_on_bit_by_bit(stage: int) -> None:
     source = Run(net(width=33), stage, int8)
     place, saved = source.save()
@@ -369,7 +370,7 @@ def state_with_fewer_digits_than_its_parameter_keeps_them(stage: int) -> None:
     assert run.step(2) == source.step(2)
 
 
-@cases
+@cases.at(1, 3)
 def the_loss_scale_the_schedule_and_the_optimizer_come_back_in_one_call(stage: int) -> None:
     def make(seed: int) -> tuple[Run, Any, Any]:
         run = Run(net(seed), stage, precision="16-mixed")
@@ -399,7 +400,7 @@ def the_loss_scale_the_schedule_and_the_optimizer_come_back_in_one_call(stage: i
     assert own_scaler.state_dict() == scaler.state_dict()
 
 
-@cases
+@cases.at(1, 3)
 def several_models_and_optimizers_are_kept_by_key(stage: int) -> None:
     def make(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
         first, second = Run(net(seed), stage), Run(net(seed + 5, width=9), stage % 3 + 1)
@@ -441,7 +442,7 @@ def several_models_and_optimizers_are_kept_by_key(stage: int) -> None:
         save_checkpoint(place, {"net": alone.engine}, {"net": alone.optimizer})
 
 
-@cases
+@cases.at(1, 3)
 def random_numbers_go_on_where_they_were(stage: int) -> None:
     def make(seed: int) -> Run:
         model = net(seed)
@@ -458,7 +459,7 @@ def random_numbers_go_on_where_they_were(stage: int) -> None:
     assert run.step(2, 3) == expected
 
 
-@cases
+@cases.at(1, 3)
 def shards_come_back_wherever_they_live(stage: int) -> None:
     with tempfile.TemporaryDirectory() as place:
         on_disk = Offload(optimizer="disk", directory=place)
@@ -513,7 +514,7 @@ def a_chunk_is_in_memory_beside_the_shards(stage: int) -> None:
 # -- weights alone ---------------------------------------------------------------------------------------------------
 
 
-@cases
+@cases.at(1, 3)
 def weights_alone_leave_the_optimizer_fresh(stage: int) -> None:
     source = Run(net(), stage, precision="bf16-mixed")
     source.step(0, 1)
@@ -527,7 +528,7 @@ def weights_alone_leave_the_optimizer_fresh(stage: int) -> None:
     check_loaded(run, {"model": source.state().get("model"), "optimizer": run.state().get("optimizer")})
 
 
-@cases
+@cases.at(1, 3)
 def masters_are_derived_from_half_weights(stage: int) -> None:
     """A file of bf16 weights, as one downloads them: masters are their values in fp32, and train on."""
     half = {name: value.bfloat16() for name, value in net().state_dict().items()}
@@ -560,7 +561,7 @@ class Adapted(nn.Module):
         return self.base(x) + self.adapter(x)
 
 
-@cases
+@cases.at(1, 3)
 def adapters_alone_are_accepted_where_just_the_frozen_base_is_missing(stage: int) -> None:
     trained = {name: value for name, value in Adapted().state_dict().items() if name.startswith("adapter")}
     base = {name for name in Adapted().state_dict() if name.startswith("base")}
@@ -611,7 +612,7 @@ class Wrapped(nn.Module):
         return self.inner(x)
 
 
-@cases
+@cases.at(1, 3)
 def names_are_found_under_wrappers_and_prefixes(stage: int) -> None:
     """With the optimizer: from a compiled model to a plain one and back, and to one that is a part of another."""
     makers: dict[str, Callable[[int], nn.Module]] = {
@@ -646,7 +647,7 @@ def names_are_found_under_wrappers_and_prefixes(stage: int) -> None:
         run.load(places["plain"], rename={"0.": "other."})
 
 
-@cases
+@cases.at(1, 3)
 def everything_that_does_not_fit_is_said_at_once_and_changes_nothing(stage: int) -> None:
     source = Run(net(), stage)
     place, saved = source.save(extra={"epoch": 1})
