@@ -12,7 +12,7 @@ import torch
 from tests.helpers import tied
 from tests.helpers.cases import Cases, check, folder
 from tests.helpers.twin import largest_difference
-from zero_core import CheckpointError, ZeroConfig, load_checkpoint, shard
+from zero_core import CheckpointError, ZeroConfig, ZeroEngine, load_checkpoint, shard
 
 cases = Cases(__name__)
 outcomes = cases.fixture(2)
@@ -84,15 +84,19 @@ class Foreign:
     """What no checkpoint needs."""
 
 
+def assert_opens_when_trusted(path: str, engine: ZeroEngine) -> None:
+    with pytest.raises(CheckpointError, match=r"test_imports\.Foreign"):
+        load_checkpoint(path, engine)
+    assert isinstance(load_checkpoint(path, engine, trusted=True).extra["note"], Foreign)
+
+
 @cases.at(2)
 def what_is_more_than_plain_is_refused_by_name_and_opens_when_trusted(stage: int) -> None:
     model = tied.build(seed=1)
     engine = shard(model, ZeroConfig(stage=stage))
     path = f"{folder()}/model{torch.distributed.get_rank()}.pt"  # one for each rank
     torch.save({"model": plain(1)[0].state_dict(), "note": Foreign()}, path)
-    with pytest.raises(CheckpointError, match=r"test_imports\.Foreign"):
-        load_checkpoint(path, engine)
-    assert isinstance(load_checkpoint(path, engine, trusted=True).extra["note"], Foreign)
+    assert_opens_when_trusted(path, engine)
 
 
 @cases.at(1)
@@ -102,9 +106,7 @@ def a_deepspeed_file_that_could_run_code_is_refused_by_name(stage: int) -> None:
     shutil.copytree(DATA / "stage2", path)
     file = next(Path(path).glob("*/mp_rank_00_model_states.pt"))
     torch.save({**torch.load(file, weights_only=False), "note": Foreign()}, file)
-    with pytest.raises(CheckpointError, match=r"test_imports\.Foreign"):
-        load_checkpoint(path, engine)
-    assert isinstance(load_checkpoint(path, engine, trusted=True).extra["note"], Foreign)
+    assert_opens_when_trusted(path, engine)
 
 
 @cases.at(3)
