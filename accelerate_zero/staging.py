@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
+
 from zero_core.collectives import raising_together
 from zero_core.storage import Folder, beside, flush_tree, recover, remove, replace, sync_directory, where_it_is
 
@@ -38,8 +40,10 @@ def taking_place(target: str, writes: bool) -> Iterator[str]:
         an empty directory of the same name, which all ranks may write into.
 
     Raises:
+        ValueError: several processes would make it, as with `save_on_each_node` on several nodes.
         Exception: something failed, on all ranks; nothing of the save is left then.
     """
+    _check_one_writes(writes)
     target = where_it_is(target)
     aside = beside(target, "partial")
     written = os.path.join(aside, os.path.basename(target))
@@ -60,6 +64,17 @@ def taking_place(target: str, writes: bool) -> Iterator[str]:
         if writes:
             shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+def _check_one_writes(writes: bool) -> None:
+    writing = [False] * dist.get_world_size()
+    dist.all_gather_object(writing, writes)
+    if sum(writing) != 1:
+        writers = [rank for rank, own in enumerate(writing) if own]
+        raise ValueError(
+            f"expected one process that makes the checkpoint's directory, got ranks {writers}: leave out "
+            "save_on_each_node. Ranks write their parts into one directory, on a file system that all see."
+        )
 
 
 def clear(directory: str) -> None:

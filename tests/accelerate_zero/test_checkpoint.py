@@ -453,6 +453,13 @@ def what_does_not_fit_is_said_and_changes_nothing(stage: int) -> None:
     assert difference(weights(model), before) == 0
     with pytest.raises(ValueError, match="does not exist"):
         small.load_state(path + "/none")
+    each_node = ProjectConfiguration(save_on_each_node=True)
+    two_nodes = accelerator(stage, project_config=each_node)
+    with (
+        mock.patch.object(Accelerator, "is_local_main_process", True),
+        pytest.raises(ValueError, match=r"got ranks \[0, 1\]: leave out save_on_each_node"),
+    ):
+        two_nodes.save_state(path)
 
 
 @cases.parametrize()
