@@ -97,7 +97,7 @@ def the_usual_loop_in_any_order_of_preparation(stage: int) -> None:
             assert optimizer.param_groups[0]["lr"] == pytest.approx(rates[-1] - (rates[0] - rates[1]))
 
 
-@cases
+@cases.at(1, 3)
 def learning_rates_are_those_of_one_process_at_every_step(stage: int) -> None:
     _, rates, _ = plain_run()
     accelerate = accelerator(stage)
@@ -112,7 +112,7 @@ def learning_rates_are_those_of_one_process_at_every_step(stage: int) -> None:
     assert seen == pytest.approx(rates)
 
 
-@cases
+@cases.at(1, 3)
 def mixed_precision_has_the_bits_of_one_process(stage: int) -> None:
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         scaling = [GradScalerKwargs(init_scale=2.0**8)]
@@ -135,7 +135,7 @@ def mixed_precision_has_the_bits_of_one_process(stage: int) -> None:
         assert model(**models.part(models.batch("llama", 0), 0, 2)).logits.dtype == torch.float32
 
 
-@cases
+@cases.at(1, 3)
 def clipping_by_value_is_that_of_plain_torch(stage: int) -> None:
     accelerate = accelerator(stage)
     plain, model = models.build("llama"), models.build("llama")
@@ -149,7 +149,7 @@ def clipping_by_value_is_that_of_plain_torch(stage: int) -> None:
     assert largest_difference(whole_state(model).values(), plain.state_dict().values()) < 1e-6
 
 
-@cases
+@cases.at(1, 3)
 def a_skipped_step_keeps_the_schedule(stage: int) -> None:
     accelerate = accelerator(stage, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=2.0**4)])
     model = models.mlp()
@@ -169,7 +169,7 @@ def a_skipped_step_keeps_the_schedule(stage: int) -> None:
     assert rates[0] == rates[1] > rates[2]
 
 
-@cases
+@cases.at(1, 3)
 def models_are_saved_as_plain_files(stage: int) -> None:
     path = folder()
     accelerate = accelerator(stage)
@@ -199,7 +199,7 @@ def models_are_saved_as_plain_files(stage: int) -> None:
     assert set(expected) - set(one) <= {"lm_head.weight"}
 
 
-@cases
+@cases.at(1, 3)
 def two_networks_with_optimizers_of_their_own(stage: int) -> None:
     """A GAN's two steps; clipping over one network, then over both."""
 
@@ -236,7 +236,7 @@ def two_networks_with_optimizers_of_their_own(stage: int) -> None:
         assert largest_difference(whole_state(net).values(), expected.state_dict().values()) < 1e-6
 
 
-@cases
+@cases.at(1, 3)
 def a_frozen_teacher_is_sharded_beside_its_student(stage: int) -> None:
     accelerate = accelerator(stage)
     torch.manual_seed(0)
@@ -255,7 +255,7 @@ def a_frozen_teacher_is_sharded_beside_its_student(stage: int) -> None:
     assert all(torch.equal(before[k], v) for k, v in whole_state(teacher).items())
 
 
-@cases
+@cases.at(1, 3)
 def metrics_leave_out_what_fills_the_last_batch(stage: int) -> None:
     accelerate = accelerator(stage)
     rows = torch.arange(7.0).reshape(7, 1)
@@ -266,7 +266,7 @@ def metrics_leave_out_what_fills_the_last_batch(stage: int) -> None:
     assert sorted(torch.cat(seen).flatten().tolist()) == rows.flatten().tolist()
 
 
-@cases
+@cases.at(1, 3)
 def memory_is_freed_between_trainings(stage: int) -> None:
     accelerate = accelerator(stage)
     for _ in range(2):
@@ -289,7 +289,7 @@ def no_sync_defers_the_reduction_as_the_stage_says(stage: int) -> None:
     assert waits == (stage == 1)
 
 
-@cases
+@cases.at(1, 3)
 def a_model_is_prepared_once(stage: int) -> None:
     accelerate = accelerator(stage)
     model = models.mlp()
@@ -326,7 +326,7 @@ def a_call_on_one_rank_only_is_named_within_seconds(stage: int) -> None:
     accelerate.save_state(path)
 
 
-@cases
+@cases.at(1, 3)
 def a_model_in_half_precision_trains(stage: int) -> None:
     for settings, master in (({"mixed_precision": "bf16"}, torch.float32), ({}, torch.bfloat16)):
         accelerate = accelerator(stage, **settings)
@@ -340,7 +340,7 @@ def a_model_in_half_precision_trains(stage: int) -> None:
         assert not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
 
 
-@cases
+@cases.at(1, 3)
 def generation_ends_at_different_lengths(stage: int) -> None:
     accelerate = accelerator(stage)
     model = accelerate.prepare(models.build("gpt2").eval())
@@ -351,7 +351,7 @@ def generation_ends_at_different_lengths(stage: int) -> None:
     assert torch.equal(own, models.build("gpt2").eval().generate(prompt, **how))
 
 
-@cases
+@cases.at(1, 3)
 def a_script_may_make_two_accelerators(stage: int) -> None:
     first = accelerator(stage)
     second = Accelerator(zero_plugin=ZeroPlugin(stage=stage))
@@ -361,7 +361,7 @@ def a_script_may_make_two_accelerators(stage: int) -> None:
     assert first.clip_grad_norm_(chain(model.parameters(), other.parameters()), 1.0) > 0
 
 
-@cases
+@cases.at(1, 3)
 def mistakes_are_told_what_to_do(stage: int) -> None:
     accelerate = accelerator(stage)
     with pytest.raises(ValueError, match="wrapped in DistributedDataParallel"):

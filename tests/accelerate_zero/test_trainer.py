@@ -70,7 +70,7 @@ def training_is_that_of_ddp(stage: int) -> None:
         assert outcome(run).norms == pytest.approx(expected.norms, rel=1e-3)
 
 
-@cases
+@cases.at(1, 3)
 def evaluation_comes_first_or_alone(stage: int) -> None:
     run = trainer(stage, folder())
     assert run.evaluate()["eval_loss"] == pytest.approx(untrained_loss(), rel=1e-5)
@@ -82,7 +82,7 @@ def evaluation_comes_first_or_alone(stage: int) -> None:
     assert predicted.shape == (6, 9, models.VOCAB)
 
 
-@cases
+@cases.at(1, 3)
 def bf16_keeps_fp32_masters(stage: int) -> None:
     run = trainer(stage, folder(), bf16=True)
     run.train()
@@ -91,7 +91,7 @@ def bf16_keeps_fp32_masters(stage: int) -> None:
     assert losses(run) == pytest.approx(ddp(bf16=True).losses, rel=2e-2)  # half weights; DDP casts fp32 ones
 
 
-@cases
+@cases.at(1, 3)
 def checkpoints_rotate_and_the_best_is_loaded(stage: int) -> None:
     path = folder()
     run = trainer(
@@ -121,7 +121,7 @@ def training_resumes_from_a_checkpoint_at_another_stage(stage: int) -> None:
     assert manifest.world_size == 2 and not Path(path, "checkpoint-2", "optimizer.pt").exists()
 
 
-@cases
+@cases.at(1, 3)
 def a_checkpoint_of_ddp_resumes_here(stage: int) -> None:
     rest = trainer(stage, folder(), seed=5, save_strategy="steps", save_steps=2)
     rest.train(resume_from_checkpoint=f"{ddp_checkpoints()}/checkpoint-2")
@@ -137,7 +137,7 @@ def ddp_checkpoints() -> str:
     return path
 
 
-@cases
+@cases.at(1, 3)
 def generation_stops_at_different_lengths(stage: int) -> None:
     """Each rank's sequences end where they end; nobody waits for ever."""
     model = models.build("t5")
@@ -180,7 +180,7 @@ def lora(seed: int = 0) -> Any:
     return get_peft_model(models.build("llama"), config)
 
 
-@cases
+@cases.at(1, 3)
 def adapters_are_trained_and_saved_in_pefts_own_format(stage: int) -> None:
     path = folder()
     settings = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
@@ -221,7 +221,7 @@ def weights_alone_are_saved_and_the_best_is_loaded(stage: int) -> None:
     assert all(torch.equal(best[name], value) for name, value in weights(run).items())
 
 
-@cases
+@cases.at(1, 3)
 def pretrained_weights_are_read_where_they_are_needed(stage: int) -> None:
     """Under `sharded_init` nobody reads a whole model, not before training and not for it."""
     path = folder()
@@ -236,7 +236,7 @@ def pretrained_weights_are_read_where_they_are_needed(stage: int) -> None:
     check_same(run, ddp())
 
 
-@cases
+@cases.at(1, 3)
 def embeddings_resized_before_training_are_saved(stage: int) -> None:
     path = folder()
     model = models.build("gpt2")

@@ -24,7 +24,6 @@ from zero_core import consolidate, engine_of, verify_checkpoint
 
 cases = Cases(__name__)
 outcomes = cases.fixture(2, timeout=200)
-# Stage 2 keeps what stage 1 does: most cases leave it out.
 
 EVERY_STEP = {"save_strategy": "steps", "save_steps": 1}
 BEST = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}

@@ -38,7 +38,6 @@ from zero_core import (
 
 cases = Cases(__name__)
 outcomes = cases.fixture(2, timeout=280)
-# Stage 2 keeps what stage 1 does: most cases leave it out.
 
 BATCHES, EPOCHS = 2, 2
 

@@ -79,14 +79,14 @@ def every_family_trains_as_one_process_does(stage: int) -> None:
         check_run(module, plain(family, "sgd", STEPS))
 
 
-@cases
+@cases.at(1, 3)
 def adam_with_clipping_by_global_norm(stage: int) -> None:
     module = Module("llama", "adamw")
     trainer(f"zero{stage}", gradient_clip_val=0.1).fit(module, loader("llama", STEPS))
     check_run(module, plain("llama", "adamw", STEPS, norm=0.1), weights=5e-5)
 
 
-@cases
+@cases.at(1, 3)
 def clipping_by_norm_and_by_value(stage: int) -> None:
     for algorithm, option in (("norm", {"norm": 0.05}), ("value", {"value": 0.002})):
         module = Module()
@@ -96,7 +96,7 @@ def clipping_by_norm_and_by_value(stage: int) -> None:
         check_run(module, plain("llama", "sgd", STEPS, **option))
 
 
-@cases
+@cases.at(1, 3)
 def a_users_own_clipping_hook(stage: int) -> None:
     class Own(Module):
         norms: list[float]
@@ -121,7 +121,7 @@ def accumulated_batches_are_one_big_batch(stage: int) -> None:
         check_weights(module, plain("llama", "sgd", STEPS)[1])
 
 
-@cases
+@cases.at(1, 3)
 def schedulers_of_every_interval(stage: int) -> None:
     class Scheduled(Module):
         def configure_optimizers(self) -> Any:
@@ -155,7 +155,7 @@ def schedulers_of_every_interval(stage: int) -> None:
         assert len(set(rates[0])) > 1, kind
 
 
-@cases
+@cases.at(1, 3)
 def fit_validate_test_and_predict_in_any_order(stage: int) -> None:
     module = Module()
     run = trainer(f"zero{stage}")
@@ -172,7 +172,7 @@ def fit_validate_test_and_predict_in_any_order(stage: int) -> None:
     assert len(module.losses) == 2 and module.losses[0] < before
 
 
-@cases
+@cases.at(1, 3)
 def validation_alone_makes_no_optimizer(stage: int) -> None:
     class Watch(pl.Callback):
         def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -183,7 +183,7 @@ def validation_alone_makes_no_optimizer(stage: int) -> None:
     trainer(f"zero{stage}", callbacks=[Watch()]).validate(module, loader("llama", 1), verbose=False)
 
 
-@cases
+@cases.at(1, 3)
 def checkpoints_are_plain_and_resume(stage: int) -> None:
     path = folder()
     saver = ModelCheckpoint(path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
@@ -219,7 +219,7 @@ def check_plain_state(file: dict[str, Any], expected: tuple[list[float], dict[st
     assert all(entry["step"].item() == 2 for entry in state["state"].values())
 
 
-@cases
+@cases.at(1, 3)
 def a_checkpoint_of_ddp_resumes_here_and_the_other_way(stage: int) -> None:
     for first, second in (("ddp", f"zero{stage}"), (f"zero{stage}", "ddp")):
         path = folder()
@@ -234,7 +234,7 @@ def a_checkpoint_of_ddp_resumes_here_and_the_other_way(stage: int) -> None:
         check_weights(resumed, plain("llama", "adamw", 4, epoch=2)[1], 5e-5)
 
 
-@cases
+@cases.at(1, 3)
 def save_checkpoint_and_weights_only(stage: int) -> None:
     path = folder()
     module = Module()
@@ -251,7 +251,7 @@ def save_checkpoint_and_weights_only(stage: int) -> None:
     check_weights(module, weights["state_dict"])
 
 
-@cases
+@cases.at(1, 3)
 def configure_model_builds_on_meta(stage: int) -> None:
     class Late(Module):
         def __init__(self) -> None:
@@ -269,7 +269,7 @@ def configure_model_builds_on_meta(stage: int) -> None:
     assert not any(p.is_meta for p in module.parameters())
 
 
-@cases
+@cases.at(1, 3)
 def configure_model_loads_pretrained_weights_where_they_are_needed(stage: int) -> None:
     path = folder()
     if dist.get_rank() == 0:
@@ -334,14 +334,14 @@ def plain_gan(steps: int) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in gan.state_dict().items()}
 
 
-@cases
+@cases.at(1, 3)
 def manual_optimization_of_a_gan(stage: int) -> None:
     gan = Gan()
     trainer(f"zero{stage}").fit(gan, loader("mlp", 4))
     check_weights(gan, plain_gan(4))
 
 
-@cases
+@cases.at(1, 3)
 def gradients_and_weights_are_there_for_hooks(stage: int) -> None:
     class Look(pl.Callback):
         seen = 0
@@ -372,7 +372,7 @@ def gradients_and_weights_are_there_for_hooks(stage: int) -> None:
     check_run(module, plain("llama", "sgd", STEPS))
 
 
-@cases
+@cases.at(1, 3)
 def summary_loggers_and_early_stopping(stage: int) -> None:
     path = folder()
     module = Module()
@@ -395,7 +395,7 @@ def summary_loggers_and_early_stopping(stage: int) -> None:
         assert (Path(run.logger.log_dir) / "metrics.csv").read_text().count("\n") > 3
 
 
-@cases
+@cases.at(1, 3)
 def gradual_unfreezing(stage: int) -> None:
     class Unfreeze(BaseFinetuning):
         def freeze_before_training(self, module: pl.LightningModule) -> None:
@@ -424,7 +424,7 @@ def gradual_unfreezing(stage: int) -> None:
         assert not torch.equal(snapshots[1][name], value), name
 
 
-@cases
+@cases.at(1, 3)
 def metrics_that_live_on_the_module(stage: int) -> None:
     from torchmetrics import MeanMetric
 
@@ -445,7 +445,7 @@ def metrics_that_live_on_the_module(stage: int) -> None:
     assert abs(float(run.callback_metrics["metric"]) - sum(module.losses) / 3) < 1e-5
 
 
-@cases
+@cases.at(1, 3)
 def the_strategy_as_an_instance(stage: int) -> None:
     module = Module()
     strategy = lightning_zero.ZeroStrategy(stage=ZeroStage(stage), unit_classes=("LlamaMLP",), prefetch_bytes=0)
@@ -453,7 +453,7 @@ def the_strategy_as_an_instance(stage: int) -> None:
     check_run(module, plain("llama", "sgd", STEPS))
 
 
-@cases
+@cases.at(1, 3)
 def an_exception_leaves_the_module_recoverable(stage: int) -> None:
     class Fails(Module):
         def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
@@ -480,7 +480,7 @@ def half_twin(dtype: torch.dtype, steps: int) -> HalfTwin:
     return twin
 
 
-@cases
+@cases.at(1, 3)
 def bf16_mixed_trains_as_one_process_with_fp32_masters(stage: int) -> None:
     expected = half_twin(torch.bfloat16, STEPS).masters.state_dict()
     by_trainer = trainer(f"zero{stage}", precision="bf16-mixed")
@@ -494,7 +494,7 @@ def bf16_mixed_trains_as_one_process_with_fp32_masters(stage: int) -> None:
             assert value.dtype == torch.float32 and torch.equal(value, expected[name]), name
 
 
-@cases
+@cases.at(1, 3)
 def fp16_with_a_loss_scale_that_checkpoints_keep(stage: int) -> None:
     class Watch(Module):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -531,7 +531,7 @@ def offloaded_shards_train_the_same(stage: int) -> None:
             check_run(module, expected, weights=5e-5)
 
 
-@cases
+@cases.at(1, 3)
 def pure_half_and_double_cast_inputs(stage: int) -> None:
     class Float(pl.LightningModule):
         def __init__(self) -> None:
@@ -554,7 +554,7 @@ def pure_half_and_double_cast_inputs(stage: int) -> None:
         assert largest_difference((p.float() for p in module.parameters()), before) > 0
 
 
-@cases
+@cases.at(1, 3)
 def a_run_that_only_skips_ends_with_the_reason(stage: int) -> None:
     class Overflows(Module):
         def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
@@ -566,7 +566,7 @@ def a_run_that_only_skips_ends_with_the_reason(stage: int) -> None:
         run.fit(Overflows(), loader("llama", STEPS))
 
 
-@cases
+@cases.at(1, 3)
 def a_skipped_step_moves_the_counters_that_lightnings_own_amp_moves(stage: int) -> None:
     """`global_step` and schedulers count attempts, the optimizer what it did, the report what was skipped."""
 

@@ -11,9 +11,9 @@ cases = Cases(__name__)
 outcomes = cases.fixture(3, timeout=280)
 
 cases(two_ranks.every_family_trains_as_one_process_does)
-cases(two_ranks.adam_with_clipping_by_global_norm)
-cases(two_ranks.checkpoints_are_plain_and_resume)
-cases(two_ranks.configure_model_builds_on_meta)
+cases.at(1, 3)(two_ranks.adam_with_clipping_by_global_norm)
+cases.at(1, 3)(two_ranks.checkpoints_are_plain_and_resume)
+cases.at(1, 3)(two_ranks.configure_model_builds_on_meta)
 
 
 @cases.parametrize()

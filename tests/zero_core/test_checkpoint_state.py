@@ -36,7 +36,6 @@ from zero_core import (
 
 cases = Cases(__name__)
 outcomes = cases.fixture(4)
-# Stage 2 keeps what stage 1 does: most cases leave it out.
 
 Make = Callable[[nn.Module], Optimizer]
 

@@ -24,7 +24,7 @@ from tests.helpers.twin import Pair
 from zero_core import ZeroConfig, deferred, deferred_loading, shard
 
 cases = Cases(__name__)
-outcomes = cases.fixture(2, 3)
+outcomes = cases.fixture(3)
 
 
 def saved(family: str, **how: Any) -> str:
@@ -83,7 +83,7 @@ def a_rank_reads_its_shard_and_the_rows_it_ends_in(stage: int) -> None:
     assert all(torch.equal(expected[name], value) for name, value in engine.full_state_dict(all_ranks=True).items())
 
 
-@cases
+@cases.at(1, 3)
 def training_is_that_of_a_model_in_memory(stage: int) -> None:
     for family, kind in (("llama", AutoModelForCausalLM), ("gpt2", GPT2LMHeadModel)):
         path = saved(family)
@@ -104,7 +104,7 @@ def training_is_that_of_a_model_in_memory(stage: int) -> None:
         assert all(torch.equal(state[name], value) for name, value in expected.items()), family
 
 
-@cases
+@cases.at(1, 3)
 def precision_and_offload_are_as_ever(stage: int) -> None:
     path = saved("llama")
     for config in (
@@ -124,7 +124,7 @@ def precision_and_offload_are_as_ever(stage: int) -> None:
     assert torch.equal(engine.full_state_dict(all_ranks=True)["lm_head.weight"], expected["lm_head.weight"].bfloat16())
 
 
-@cases
+@cases.at(1, 3)
 def a_new_head_is_initialised_and_equal_on_all_ranks(stage: int) -> None:
     path = saved("bert")
     torch.manual_seed(dist.get_rank())  # ranks draw different heads
@@ -142,7 +142,7 @@ def a_new_head_is_initialised_and_equal_on_all_ranks(stage: int) -> None:
     assert all(torch.equal(head, heads[0]) for head in heads) and 0 < heads[0].std() < 0.1
 
 
-@cases
+@cases.at(1, 3)
 def embeddings_are_resized_before_sharding(stage: int) -> None:
     path = saved("gpt2")
     torch.manual_seed(0)

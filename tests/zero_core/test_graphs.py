@@ -67,13 +67,13 @@ def activation_checkpointing_of_either_kind(stage: int) -> None:
         Pair(Checkpointed(reentrant), stage, **SMALL).train(squared, *batches(6, 5))
 
 
-@cases
+@cases.at(1, 3)
 def activation_checkpointing_of_a_shared_block(stage: int) -> None:
     for reentrant in (False, True):
         Pair(Checkpointed(reentrant, shared=True), stage, **SMALL).train(squared, *batches(6, 5))
 
 
-@cases
+@cases.at(1, 3)
 def checkpointed_blocks_with_frozen_weights_and_trainable_adapters(stage: int) -> None:
     for reentrant in (False, True):
         for shared in (False, True):
@@ -84,7 +84,7 @@ def checkpointed_blocks_with_frozen_weights_and_trainable_adapters(stage: int) -
             Pair(model, stage, **SMALL).train(squared, *batches(6, 5))
 
 
-@cases
+@cases.at(1, 3)
 def transformers_gradient_checkpointing(stage: int) -> None:
     for kwargs in ({"use_reentrant": False}, {"use_reentrant": True}):
         model = models.build("llama")
@@ -99,7 +99,7 @@ def transformers_gradient_checkpointing(stage: int) -> None:
             pair.check_weights()
 
 
-@cases
+@cases.at(1, 3)
 def a_frozen_weight_beside_a_trainable_bias(stage: int) -> None:
     model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
     model[0].weight.requires_grad_(False)
@@ -113,7 +113,7 @@ def a_frozen_weight_beside_a_trainable_bias(stage: int) -> None:
     assert total.item() == 7 + 21
 
 
-@cases
+@cases.at(1, 3)
 def everything_frozen_but_the_input_wants_a_gradient(stage: int) -> None:
     pair = Pair(nn.Sequential(Block(), Block()).requires_grad_(False), stage)
     x = random_batch(6, 5)
@@ -144,7 +144,7 @@ def tokens(steps: int = 3) -> list[Tensor]:
     return [torch.randint(0, 11, (6, 4), generator=torch.Generator().manual_seed(i)) for i in range(steps)]
 
 
-@cases
+@cases.at(1, 3)
 def a_tied_head_in_another_unit(stage: int) -> None:
     pair = Pair(Tied(), stage, **SMALL)
     pair.train(squared, *tokens())
@@ -169,7 +169,7 @@ class BorrowsWeights(nn.Module):
         return h @ weight.t() + self.scale.bias + weight.square().mean()
 
 
-@cases
+@cases.at(1, 3)
 def weights_of_other_modules_used_directly(stage: int) -> None:
     Pair(BorrowsWeights(), stage, **SMALL).train(squared, *tokens())
 
@@ -185,12 +185,12 @@ class Recurrent(nn.Module):
         return self.head(x) + self.head(x * 2)
 
 
-@cases
+@cases.at(1, 3)
 def modules_called_several_times(stage: int) -> None:
     Pair(Recurrent(), stage, **SMALL).train(squared, *batches(6, 5))
 
 
-@cases
+@cases.at(1, 3)
 def two_forwards_before_one_backward(stage: int) -> None:
     def twice(model: nn.Module, x: Tensor) -> Tensor:
         return squared(model, x) + squared(model, x + 1)
@@ -198,7 +198,7 @@ def two_forwards_before_one_backward(stage: int) -> None:
     Pair(Recurrent(), stage, **SMALL).train(twice, *batches(6, 5))
 
 
-@cases
+@cases.at(1, 3)
 def a_graph_kept_for_a_second_backward(stage: int) -> None:
     pair = Pair(Recurrent(), stage, **SMALL)
     x = random_batch(6, 5)
@@ -221,7 +221,7 @@ class Branching(nn.Module):
         return self.experts[choice](self.stem(x))
 
 
-@cases
+@cases.at(1, 3)
 def ranks_that_take_different_branches(stage: int) -> None:
     """A missing gradient counts as zero; what no rank used keeps no gradient at all."""
     pair = Pair(Branching(), stage, lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, foreach=False))
@@ -241,7 +241,7 @@ def squared_of(model: nn.Module, x: Tensor, choice: int) -> Tensor:
     return model(x, choice).square().mean()
 
 
-@cases
+@cases.at(1, 3)
 def parameters_unused_by_all_keep_value_and_momentum(stage: int) -> None:
     """Two nets trained in turn: the idle one neither moves nor decays."""
     model = nn.ModuleDict({"a": nn.Linear(5, 3), "b": nn.Linear(5, 3)})
@@ -268,7 +268,7 @@ class Custom:
         self.value = value
 
 
-@cases
+@cases.at(1, 3)
 def outputs_in_containers(stage: int) -> None:
     class Wrapped(nn.Module):
         def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
@@ -294,7 +294,7 @@ def outputs_in_containers(stage: int) -> None:
         Pair(Wrapped(wrap), stage, **SMALL).train(loss, *batches(6, 5, steps=2))
 
 
-@cases
+@cases.at(1, 3)
 def double_backward_of_a_gradient_penalty(stage: int) -> None:
     def penalised(model: nn.Module, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
@@ -313,7 +313,7 @@ def gathered_bytes(pair: Pair) -> int:
     return {held.kind: held.bytes for held in pair.engine.report().held}["gathered"]
 
 
-@cases
+@cases.at(1, 3)
 def compiled_blocks(stage: int) -> None:
     model = nn.Sequential(Block(), Block(), nn.Linear(5, 3))
     pair = Pair(model, stage)
@@ -328,7 +328,7 @@ def compiled_blocks(stage: int) -> None:
     assert len(expected) == len(list(model.parameters()))
 
 
-@cases
+@cases.at(1, 3)
 def a_forward_in_inference_mode_before_training(stage: int) -> None:
     pair = Pair(Tied(), stage, **SMALL)
     with torch.inference_mode():
@@ -336,7 +336,7 @@ def a_forward_in_inference_mode_before_training(stage: int) -> None:
     pair.train(squared, *tokens())
 
 
-@cases
+@cases.at(1, 3)
 def evaluation_that_stops_early_between_training_steps(stage: int) -> None:
     class Early(Tied):
         def forward(self, x: Tensor) -> Tensor:
@@ -354,7 +354,7 @@ def evaluation_that_stops_early_between_training_steps(stage: int) -> None:
             assert gathered_bytes(pair) == 0
 
 
-@cases
+@cases.at(1, 3)
 def an_exception_in_forward_or_backward_skips_the_batch(stage: int) -> None:
     class Fragile(nn.Module):
         def __init__(self) -> None:
@@ -389,7 +389,7 @@ def _raise(_: Tensor) -> None:
     raise ValueError("in backward")
 
 
-@cases
+@cases.at(1, 3)
 def unfreezing_during_training(stage: int) -> None:
     model = nn.Sequential(Block(), nn.Linear(5, 3))
     model[0].requires_grad_(False)
@@ -406,7 +406,7 @@ def unfreezing_during_training(stage: int) -> None:
         assert own["state"].keys() == plain["state"].keys()
 
 
-@cases
+@cases.at(1, 3)
 def copies_and_pickles_of_a_sharded_model(stage: int) -> None:
     pair = Pair(nn.Sequential(Block(), nn.Linear(5, 3)), stage, **SMALL)
     pair.train(squared, *batches(6, 5))
@@ -432,7 +432,7 @@ def copies_and_pickles_of_a_sharded_model(stage: int) -> None:
     pair.train(squared, *batches(6, 5))
 
 
-@cases
+@cases.at(1, 3)
 def weights_exported_through_numpy(stage: int) -> None:
     """numpy pins the memory it looks at; training goes on beside it."""
     pair = Pair(nn.Sequential(Block(), nn.Linear(5, 3)), stage, **SMALL)
@@ -444,7 +444,7 @@ def weights_exported_through_numpy(stage: int) -> None:
         assert (kept == before).all()
 
 
-@cases
+@cases.at(1, 3)
 def saved_tensor_hooks_around_and_inside_the_forward(stage: int) -> None:
     """Activation offloading of the user's own still sees the activations."""
     pair = Pair(nn.Sequential(Block(), Block()), stage, **SMALL)
@@ -473,7 +473,7 @@ def saved_tensor_hooks_around_and_inside_the_forward(stage: int) -> None:
     pair.check_gradients()
 
 
-@cases
+@cases.at(1, 3)
 def several_dtypes_in_one_block(stage: int) -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:

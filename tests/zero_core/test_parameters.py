@@ -16,7 +16,7 @@ from tests.helpers.twin import Pair, random_batch
 from zero_core import PartitionedParameterError, ZeroConfig, shard
 
 cases = Cases(__name__)
-outcomes = cases.fixture(2, 3)
+outcomes = cases.fixture(3)
 
 
 def squared(model: nn.Module, x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def empty_scalar_strided_and_channels_last_parameters(stage: int) -> None:
             pair.plain_optimizer.load_state_dict(own)
 
 
-@cases
+@cases.at(1, 3)
 def complex_parameters(stage: int) -> None:
     class Complex(nn.Module):
         def __init__(self) -> None:
@@ -89,7 +89,7 @@ def complex_parameters(stage: int) -> None:
     check_saved(pair)
 
 
-@cases
+@cases.at(1, 3)
 def sizes_around_rank_and_alignment_boundaries(stage: int) -> None:
     class Sizes(nn.Module):
         def __init__(self, sizes: list[int]) -> None:
@@ -108,7 +108,7 @@ def sizes_around_rank_and_alignment_boundaries(stage: int) -> None:
             check_saved(pair)
 
 
-@cases
+@cases.at(1, 3)
 def fewer_elements_than_ranks(stage: int) -> None:
     pair = Pair(nn.Linear(1, 1), stage, lambda m: torch.optim.AdamW(m.parameters(), lr=0.01))
     pair.train(squared, *batches(6, 1))
@@ -117,14 +117,14 @@ def fewer_elements_than_ranks(stage: int) -> None:
     assert dist.get_rank() != 0 or len(own["state"]) == 2
 
 
-@cases
+@cases.at(1, 3)
 def a_model_without_parameters_to_train(stage: int) -> None:
     model = nn.Sequential(nn.Flatten(), nn.ReLU())
     engine = shard(model, ZeroConfig(stage=stage))
     assert model(torch.ones(2, 3)).sum() == 6 and engine.report().held[0].bytes == 0
 
 
-@cases
+@cases.at(1, 3)
 def metadata_and_groups_are_right_in_every_state(stage: int) -> None:
     pair = Pair(models.build("llama"), stage)
     for _ in range(2):
@@ -140,7 +140,7 @@ def metadata_and_groups_are_right_in_every_state(stage: int) -> None:
         pair.step()
 
 
-@cases
+@cases.at(1, 3)
 def identity_and_ties_survive(stage: int) -> None:
     model = models.build("gpt2")
     before = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
@@ -155,7 +155,7 @@ def identity_and_ties_survive(stage: int) -> None:
     assert torch.equal(state["lm_head.weight"], state["transformer.wte.weight"])
 
 
-@cases
+@cases.at(1, 3)
 def meta_models_are_made_a_unit_at_a_time(stage: int) -> None:
     """Weights, buffers (rotary frequencies, batch statistics) and ties come out as on a real device."""
     for family in ("llama", "gpt2", "bert", "t5", "albert"):
@@ -179,7 +179,7 @@ def meta_models_are_made_a_unit_at_a_time(stage: int) -> None:
         assert torch.allclose(models.loss(model, data), models.loss(real, data), rtol=1e-5)
 
 
-@cases
+@cases.at(1, 3)
 def plain_modules_on_meta_use_reset_parameters(stage: int) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
@@ -235,7 +235,7 @@ def touching_a_partitioned_parameter_names_it_and_the_cure(stage: int) -> None:
     pair.check_gradients()
 
 
-@cases
+@cases.at(1, 3)
 def reading_and_writing_inside_full_params(stage: int) -> None:
     pair = Pair(models.build("llama"), stage)
     with pair.engine.full_params(writeback=True), torch.no_grad():
@@ -262,7 +262,7 @@ def reading_and_writing_inside_full_params(stage: int) -> None:
         pair.check_weights()
 
 
-@cases
+@cases.at(1, 3)
 def methods_other_than_forward(stage: int) -> None:
     class Encoder(nn.Module):
         def __init__(self) -> None:
@@ -282,7 +282,7 @@ def methods_other_than_forward(stage: int) -> None:
     pair.check_weights()
 
 
-@cases
+@cases.at(1, 3)
 def generation_with_the_same_number_of_forwards(stage: int) -> None:
     pair = Pair(models.build("llama").eval(), stage)
     prompt = torch.randint(1, models.VOCAB, (2, 4))
@@ -291,7 +291,7 @@ def generation_with_the_same_number_of_forwards(stage: int) -> None:
     assert torch.equal(own, expected)
 
 
-@cases
+@cases.at(1, 3)
 def embeddings_are_resized_before_sharding_or_between_two(stage: int) -> None:
     model = models.build("llama")
     model.resize_token_embeddings(models.VOCAB + 3)
@@ -307,7 +307,7 @@ def embeddings_are_resized_before_sharding_or_between_two(stage: int) -> None:
     again.check_gradients()
 
 
-@cases
+@cases.at(1, 3)
 def a_parameter_that_is_new_is_an_error_not_a_rank_of_its_own(stage: int) -> None:
     model = models.build("llama")
     engine = shard(model, ZeroConfig(stage=stage))
@@ -316,7 +316,7 @@ def a_parameter_that_is_new_is_an_error_not_a_rank_of_its_own(stage: int) -> Non
             model.resize_token_embeddings(models.VOCAB + 3)
 
 
-@cases
+@cases.at(1, 3)
 def closing_leaves_a_plain_model(stage: int) -> None:
     pair = Pair(models.build("llama"), stage)
     pair.backward(models.loss, models.batch("llama", 0))

@@ -122,7 +122,7 @@ def fp16_with_a_loss_scale_accumulation_and_clipping(stage: int) -> None:
         assert engine.report().skipped == 0
 
 
-@cases
+@cases.at(1, 3)
 def bytes_held_and_sent_are_the_formula(stage: int) -> None:
     """A model of Ψ parameters in bf16: 2Ψ + 12Ψ/N at stages 1 and 2, 12Ψ/N at stage 3; half the bytes of fp32 are sent."""
     world, model = dist.get_world_size(), models.build("llama").to(torch.bfloat16)
@@ -161,7 +161,7 @@ def bytes_held_and_sent_are_the_formula(stage: int) -> None:
         assert gathered.item() == 2 * numel * (world - 1)
 
 
-@cases
+@cases.at(1, 3)
 def an_overflow_on_one_rank_is_skipped_by_all(stage: int) -> None:
     model = models.mlp()
     engine = shard(model, ZeroConfig(stage=stage, precision="16-mixed"))
@@ -192,7 +192,7 @@ def step_with_nan(model: nn.Module, optimizer: torch.optim.Optimizer, bad: bool)
         optimizer.zero_grad()
 
 
-@cases
+@cases.at(1, 3)
 def a_nan_in_bf16_raises_on_all_ranks_or_skips(stage: int) -> None:
     for word in ("raise", "skip"):
         model = models.mlp()
@@ -218,7 +218,7 @@ def a_nan_in_bf16_raises_on_all_ranks_or_skips(stage: int) -> None:
                 step_with_nan(model, optimizer, bad=True)
 
 
-@cases
+@cases.at(1, 3)
 def pure_bf16_learns_where_updates_would_vanish(stage: int) -> None:
     """At 1.0 the next bf16 number is 1/128 away: an update of 1e-4 vanishes, unless it is rounded up now and then."""
     for rounding, learns in (("nearest", False), ("stochastic", True)):
@@ -237,7 +237,7 @@ def pure_bf16_learns_where_updates_would_vanish(stage: int) -> None:
         assert moved == pytest.approx(0.01, abs=2e-3) if learns else moved == 0
 
 
-@cases
+@cases.at(1, 3)
 def pure_half_is_warned_about_and_still_guarded(stage: int) -> None:
     model = models.mlp().bfloat16()
     engine = shard(model, ZeroConfig(stage=stage))
@@ -263,7 +263,7 @@ def micro_batches_that_wait_whole_add_up_in_fp32(stage: int) -> None:
     assert grad.dtype == torch.float32 and torch.equal(grad, torch.full((8, 8), 264.0))
 
 
-@cases
+@cases.at(1, 3)
 def pure_half_and_double_are_the_plain_run_in_that_dtype(stage: int) -> None:
     for name, dtype in (("bf16-true", torch.bfloat16), ("64-true", torch.float64)):
         model = models.build("mlp")
@@ -283,7 +283,7 @@ def pure_half_and_double_are_the_plain_run_in_that_dtype(stage: int) -> None:
             assert own[key].dtype == dtype and torch.equal(own[key], expected), key
 
 
-@cases
+@cases.at(1, 3)
 def writes_to_whole_weights_reach_the_masters(stage: int) -> None:
     twin, model, engine, _ = make(stage, "bf16-mixed", "mlp")
     with engine.full_params(writeback=True), torch.no_grad():
@@ -296,7 +296,7 @@ def writes_to_whole_weights_reach_the_masters(stage: int) -> None:
     assert torch.equal(own["2.bias"], twin.masters[2].bias.bfloat16().float() * 2)
 
 
-@cases
+@cases.at(1, 3)
 def weights_that_are_loaded_reach_masters_and_compute(stage: int) -> None:
     twin, model, engine, optimizer = make(stage, "bf16-mixed")
     other = models.build("llama", seed=5)
@@ -312,7 +312,7 @@ def weights_that_are_loaded_reach_masters_and_compute(stage: int) -> None:
     check_weights(twin, engine)
 
 
-@cases
+@cases.at(1, 3)
 def closing_leaves_the_fp32_model_behind(stage: int) -> None:
     twin, model, engine, optimizer = make(stage, "bf16-mixed", "mlp")
     data = models.batch("mlp", 0)
@@ -325,7 +325,7 @@ def closing_leaves_the_fp32_model_behind(stage: int) -> None:
         assert own.dtype == torch.float32 and torch.equal(own, expected)
 
 
-@cases
+@cases.at(1, 3)
 def a_model_in_several_dtypes_stays_what_it_is(stage: int) -> None:
     model = nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.LayerNorm(4), nn.Linear(4, 2).bfloat16())
     dtypes = [p.dtype for p in model.parameters()]
@@ -349,7 +349,7 @@ class Adapted(nn.Module):
         return self.base(x.bfloat16()).float() + self.up(self.down(x))
 
 
-@cases
+@cases.at(1, 3)
 def adapters_in_fp32_on_a_frozen_bf16_base_train_as_one_process(stage: int) -> None:
     for unit_numel in (1, 1000):  # units of their own, and one unit of both dtypes
         plain, model = Adapted(), Adapted()
@@ -370,7 +370,7 @@ def adapters_in_fp32_on_a_frozen_bf16_base_train_as_one_process(stage: int) -> N
         assert all((state[name] - value).abs().max() < 1e-5 for name, value in plain.named_parameters())
 
 
-@cases
+@cases.at(1, 3)
 def buffers_keep_their_dtype_unless_asked(stage: int) -> None:
     for dtype, expected in ((None, torch.float32), (torch.bfloat16, torch.bfloat16)):
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
@@ -378,14 +378,14 @@ def buffers_keep_their_dtype_unless_asked(stage: int) -> None:
         assert model[1].running_mean.dtype == expected and model[1].num_batches_tracked.dtype == torch.int64
 
 
-@cases
+@cases.at(1, 3)
 def outputs_are_cast_when_asked(stage: int) -> None:
     model = nn.Linear(4, 4)
     shard(model, ZeroConfig(stage=stage, precision=MixedPrecision(output=torch.float32)))
     assert model(torch.ones(2, 4)).dtype == torch.float32
 
 
-@cases
+@cases.at(1, 3)
 def frozen_weights_keep_no_second_copy_until_they_are_trained(stage: int) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16()
     model[0].requires_grad_(False)

@@ -18,7 +18,7 @@ from tests.helpers.twin import OPTIMIZERS, Pair, decay_groups, random_batch
 from zero_core import ZeroConfig, shard
 
 cases = Cases(__name__)
-outcomes = cases.fixture(2, 3)
+outcomes = cases.fixture(3)
 
 
 def squared(model: nn.Module, x: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def a_plain_run_goes_on_from_a_sharded_one(stage: int) -> None:
     pair.check_weights()
 
 
-@cases
+@cases.at(1, 3)
 def a_sharded_run_goes_on_from_a_plain_one(stage: int) -> None:
     for other in (1, 2, 3):
         source = Pair(models.build("llama"), other, OPTIMIZERS["adamw"])
@@ -67,7 +67,7 @@ def a_sharded_run_goes_on_from_a_plain_one(stage: int) -> None:
         target.check_weights()
 
 
-@cases
+@cases.at(1, 3)
 def names_and_values_are_those_of_the_plain_model(stage: int) -> None:
     for family in models.FAMILIES:
         model = models.build(family)
@@ -84,7 +84,7 @@ def names_and_values_are_those_of_the_plain_model(stage: int) -> None:
             engine.full_state_dict()
 
 
-@cases
+@cases.at(1, 3)
 def strict_loading_lists_what_is_missing(stage: int) -> None:
     pair = Pair(models.build("llama"), stage)
     state = pair.plain.state_dict()
@@ -105,7 +105,7 @@ def strict_loading_lists_what_is_missing(stage: int) -> None:
         assert "lm_head.weight" in str(error) and "[2, 2]" in str(error)
 
 
-@cases
+@cases.at(1, 3)
 def optimizer_state_of_other_groups_is_refused(stage: int) -> None:
     pair = Pair(models.build("llama"), stage, OPTIMIZERS["adamw"])
     train(pair, 0)
@@ -117,7 +117,7 @@ def optimizer_state_of_other_groups_is_refused(stage: int) -> None:
         assert "groups" in str(error) and "full_optimizer_state_dict" in str(error)
 
 
-@cases
+@cases.at(1, 3)
 def hyper_parameters_come_along_and_the_implementation_stays(stage: int) -> None:
     pair = Pair(models.build("llama"), stage, lambda m: torch.optim.AdamW(decay_groups(m), lr=1e-3))
     train(pair, 0)
@@ -130,7 +130,7 @@ def hyper_parameters_come_along_and_the_implementation_stays(stage: int) -> None
     train(other, 1)
 
 
-@cases
+@cases.at(1, 3)
 def compiled_submodules_keep_clean_loading(stage: int) -> None:
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
     pair = Pair(model, stage)
@@ -142,7 +142,7 @@ def compiled_submodules_keep_clean_loading(stage: int) -> None:
     pair.engine.load_full_state_dict(state)
 
 
-@cases
+@cases.at(1, 3)
 def whole_state_costs_nothing_but_itself_on_rank_0(stage: int) -> None:
     for precision in (None, "bf16-mixed"):
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))

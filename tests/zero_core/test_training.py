@@ -15,7 +15,7 @@ from tests.helpers.twin import Pair, distance, random_batch
 from zero_core import PartitionedParameterError, UnsupportedOptimizerError, ZeroConfig, shard
 
 cases = Cases(__name__)
-outcomes = cases.fixture(2, 3)
+outcomes = cases.fixture(3)
 SMALL = {"unit_numel": 1}
 
 
